@@ -1,0 +1,63 @@
+"""Backends: each applies a rule to the rows of a visit, in place.
+
+A backend is an object with
+
+``name``                                its word
+``unavailable(device) -> str | None``   why it cannot serve `device`; None if it can
+``apply(visit, scale, max_norm)``       one step over ``visit.rows`` whose table was refreshed
+
+`apply` multiplies every gradient by ``scale * clip``, with ``clip = min(1, max_norm / (norm + 1e-6))`` and `norm` the L2 norm
+of all scaled gradients of the block (torch.nn.utils.clip_grad_norm_'s formula), updates every row that has a gradient and
+advances its step. It returns ``(norm, found_inf)``. With `scale` and `max_norm` both None no norm is computed, and
+``(None, False)`` comes back. If a gradient is not finite, nothing is written, no step advances, and found_inf is True.
+Gradients are never written.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+import torch
+
+from ..visit import Visit
+
+__all__ = ["BACKENDS", "Backend", "candidates", "load", "resolve"]
+
+
+class Backend(Protocol):
+    name: str
+
+    def unavailable(self, device: torch.device) -> str | None: ...
+
+    def apply(self, visit: Visit, scale: float | None, max_norm: float | None) -> tuple[Any, Any]: ...
+
+
+BACKENDS = ("cpu", "reference")
+"""Backends by preference. Each is the module of that name here, which holds one `Backend` called BACKEND."""
+
+
+def load(name: str) -> Backend:
+    """The backend called `name`. Raises ValueError for an unknown one."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}; got {name!r}")
+    return importlib.import_module(f"{__name__}.{name}").BACKEND
+
+
+def candidates(device: torch.device) -> list[tuple[str, str | None]]:
+    """(name, why not) of every backend for `device`, by preference."""
+    return [(name, load(name).unavailable(device)) for name in BACKENDS]
+
+
+def resolve(name: str, device: torch.device) -> Backend:
+    """The backend for `device`: the one called `name`, or with "auto" the first that can serve it.
+
+    Raises ValueError for an unknown name and RuntimeError if the named one cannot serve the device.
+    """
+    if name == "auto":
+        name = next(name for name, why_not in candidates(device) if why_not is None)
+    backend = load(name)
+    why_not = backend.unavailable(device)
+    if why_not is not None:
+        raise RuntimeError(f"backend {name!r} cannot serve {device}: {why_not}. Use backend='auto'.")
+    return backend

@@ -1,0 +1,79 @@
+"""Schedules: which block trains at which step, as a pure function of the step.
+
+Nothing here has state, so the schedule can be asked about the future (prefetch) and a resumed run needs only the step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["ORDERS", "Schedule"]
+
+ORDERS = ("ascending", "descending", "random", "fixed")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Maps a step (0 for the first) to a block index in ``range(num_blocks)``.
+
+    num_blocks     how many blocks there are
+    order          "ascending", "descending", "random" (every sweep its own permutation), "fixed", or a callable step -> block
+    switch_every   steps per visit (K in the paper); -1 or None: stay on the first block
+    start_block    the first block to train; the rest of the order follows from it. None: 0, or the last for "descending",
+                   or the permutation's own first for "random"
+    seed           seeds the permutations; the global random state is never touched
+
+    Raises ValueError or TypeError for anything else.
+    """
+
+    num_blocks: int
+    order: str | Callable[[int], int] = "random"
+    switch_every: int | None = 100
+    start_block: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1:
+            raise ValueError(f"a schedule needs at least one block; got {self.num_blocks}")
+        if not callable(self.order) and self.order not in ORDERS:
+            raise ValueError(f"schedule must be one of {', '.join(map(repr, ORDERS))} or a callable; got {self.order!r}")
+        every = self.switch_every
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int)):
+            raise TypeError(f"switch_every must be an int or None; got {every!r}")
+        if every is not None and every < 1 and every != -1:
+            raise ValueError(f"switch_every must be at least 1, or -1 or None to never switch; got {every}")
+        start = self.start_block
+        if start is not None:
+            if isinstance(start, bool) or not isinstance(start, int):
+                raise TypeError(f"start_block must be an int or None; got {start!r}")
+            if callable(self.order):
+                raise ValueError("start_block cannot be combined with a callable schedule: let the callable return it at step 0")
+            if not 0 <= start < self.num_blocks:
+                raise ValueError(f"start_block must be in [0, {self.num_blocks}), there are {self.num_blocks} blocks; got {start}")
+
+    def __call__(self, step: int) -> int:
+        """The block that trains at `step`."""
+        if callable(self.order):
+            block = self.order(step)
+            if not isinstance(block, int) or not 0 <= block < self.num_blocks:
+                raise ValueError(f"the schedule returned {block!r} for step {step}; expected an int in [0, {self.num_blocks})")
+            return block
+        never = self.switch_every is None or self.switch_every == -1 or self.order == "fixed"
+        visit = 0 if never else step // self.switch_every
+        if self.order == "random":
+            sweep, place = divmod(visit, self.num_blocks)
+            return self._permutation(sweep)[place]
+        start = self.start_block
+        if self.order == "descending":
+            return ((self.num_blocks - 1 if start is None else start) - visit) % self.num_blocks
+        return ((start or 0) + visit) % self.num_blocks
+
+    def _permutation(self, sweep: int) -> list[int]:
+        permutation = list(range(self.num_blocks))
+        random.Random(f"{self.seed}/{sweep}").shuffle(permutation)
+        if sweep == 0 and self.start_block is not None:
+            permutation.remove(self.start_block)
+            permutation.insert(0, self.start_block)
+        return permutation
