@@ -5,6 +5,7 @@ Nothing here has state, so the schedule can be asked about the future (prefetch)
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,16 +65,18 @@ class Schedule:
         visit = 0 if never else step // self.switch_every
         if self.order == "random":
             sweep, place = divmod(visit, self.num_blocks)
-            return self._permutation(sweep)[place]
+            return _permutation(self.num_blocks, self.seed, sweep, self.start_block if sweep == 0 else None)[place]
         start = self.start_block
         if self.order == "descending":
             return ((self.num_blocks - 1 if start is None else start) - visit) % self.num_blocks
         return ((start or 0) + visit) % self.num_blocks
 
-    def _permutation(self, sweep: int) -> list[int]:
-        permutation = list(range(self.num_blocks))
-        random.Random(f"{self.seed}/{sweep}").shuffle(permutation)
-        if sweep == 0 and self.start_block is not None:
-            permutation.remove(self.start_block)
-            permutation.insert(0, self.start_block)
-        return permutation
+
+@functools.lru_cache(maxsize=8)
+def _permutation(num_blocks: int, seed: int, sweep: int, first: int | None) -> list[int]:
+    permutation = list(range(num_blocks))
+    random.Random(f"{seed}/{sweep}").shuffle(permutation)
+    if first is not None:
+        permutation.remove(first)
+        permutation.insert(0, first)
+    return permutation

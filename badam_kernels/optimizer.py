@@ -1,0 +1,369 @@
+"""BlockAdam: block-coordinate Adam with exact fp32 masters (Luo et al., arXiv 2404.02827, algorithm 1)."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import backends, blocks as partitions, checkpoint, formats, groups as named_groups, rules
+from .blocks import Block, Partition, Span
+from .schedule import Schedule
+from .store import Store
+from .visit import Row, Visit
+
+__all__ = ["BlockAdam"]
+
+_log = logging.getLogger(__name__)
+_ALIGNMENT = 16  # elements; rows of a moment buffer start on 64 bytes
+_owners = WeakIdKeyDictionary()  # parameter -> weak reference to the BlockAdam that switches its requires_grad
+
+
+class BlockAdam(torch.optim.Optimizer):
+    """Adam on one block of the parameters at a time.
+
+    params           ``model.named_parameters()``, or parameter groups ``{"params": [(name, p), ...], "lr": ...}`` with
+                     their own lr, betas, eps and weight_decay. Parameters are fp32, bf16 or fp16, contiguous
+    lr, betas, eps, weight_decay   as in torch.optim.AdamW; for rule "sgd" the momentum is ``betas[0]``
+    rule             "adamw" (decoupled decay), "adam" (L2 decay) or "sgd"
+    blocks           "layers", a list of lists of name prefixes, or a `badam_kernels.blocks.partition(...)`
+    schedule         "random", "ascending", "descending", "fixed", or a callable step -> block index
+    switch_every     steps per visit (K); -1 or None: never switch
+    start_block      index of the first block; None: the schedule's own
+    format           how masters are kept: "auto", "master", "split" or a `badam_kernels.formats` value
+    moments          "visit": fresh at every visit, as in the paper; "run": kept in the store between visits
+    max_grad_norm    clip the L2 norm of the active block's gradients; a step with non-finite gradients is then skipped
+    seed             of the random schedule
+    backend          "auto", or the name of one
+
+    Idle parameters do not require grad, so a backward pass computes and keeps only the active block's gradients. Parameters
+    in no block, and those frozen before, stay frozen. Weights may be edited from outside at any time and keep their edit.
+    State per element beside weight and gradient: see `badam_kernels.formats`.
+
+    Raises TypeError or ValueError for arguments that do not fit, naming what was expected.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and the overflow check to `step`
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | Tensor = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        rule: str = "adamw",
+        blocks: str | Sequence = "layers",
+        schedule: str | Callable[[int], int] = "random",
+        switch_every: int | None = 100,
+        start_block: int | None = None,
+        format: str | formats.Format = "auto",
+        moments: str = "visit",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        backend: str = "auto",
+    ):
+        if moments not in ("visit", "run"):
+            raise ValueError(f"moments must be 'visit' or 'run'; got {moments!r}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive or None; got {max_grad_norm!r}")
+        if backend != "auto":
+            backends.load(backend)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        groups, named = named_groups.normalise(params, defaults)
+        self._partition = _partition(named, blocks)
+        self._schedule = Schedule(len(self._partition), schedule, switch_every, start_block, seed)
+        self._rule, self._format = rules.resolve(rule), formats.resolve(format)
+        self._moments, self.max_grad_norm, self._backend_name = moments, max_grad_norm, backend
+        self._params: dict[str, Tensor] = named
+        spans = list(dict.fromkeys(span for block in self._partition for span in block.spans))
+        self._codecs = {name: self._format.codec(named[name].dtype) for name in dict.fromkeys(s.name for s in spans)}
+        _claim(self, [p for p in named.values() if p.requires_grad])
+
+        self._sealed = False
+        super().__init__(groups, defaults)
+        self._sealed = True
+        self._group_of = {name: i for i, group in enumerate(self.param_groups) for name in group["param_names"]}
+        self._store = Store({span: self._run_slots(span) for span in spans})
+        self._row_steps: dict[Span, int] = {}
+        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._visit: Visit | None = None
+        self._switch_hooks: OrderedDict[int, Callable] = OrderedDict()
+        self._told: set[str] = set()
+        self.grad_norm: Any = None
+        self.global_step = 0
+        self._active = self._schedule(0)
+
+        trained = [p for p in named.values() if p.requires_grad]
+        self._restore = weakref.finalize(self, _restore_requires_grad, trained)
+        for param in trained:
+            param.requires_grad_(False)
+        self._require_grad(self.active_block, True)
+        for line in self._partition.skipped_lines():
+            _log.info(line)
+
+    # --- what a user asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks, in the order that the schedule's indices mean."""
+        return tuple(self._partition)
+
+    @property
+    def active_block(self) -> Block:
+        """The block that the next `step` updates."""
+        return self._partition[self._active]
+
+    @property
+    def active_block_index(self) -> int:
+        """Index of `active_block` in `blocks`."""
+        return self._active
+
+    def register_switch_hook(self, hook: Callable[[BlockAdam, Block, Block], None]) -> RemovableHandle:
+        """Call ``hook(optimizer, old_block, new_block)`` after every switch. The handle's ``remove()`` ends that."""
+        handle = RemovableHandle(self._switch_hooks)
+        self._switch_hooks[handle.id] = hook
+        return handle
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes held beside weights and gradients, by slot ("w": what extends weights to fp32, "m", "v") and place."""
+        report = self._store.memory()
+        for (slot, device), buffer in self._buffers.items():
+            place = "host_pageable" if device.type == "cpu" else str(device)
+            report.setdefault(slot, {})[place] = buffer.nbytes
+        return report
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the active block with its gradients, then switch if the schedule says so; the closure's value.
+
+        Parameters without a gradient are skipped. A non-finite gradient norm (seen with `max_grad_norm` or a GradScaler)
+        leaves weights, moments, steps and schedule as they were.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._visit is None:
+            self._open_visit()
+        visit = self._visit
+        if visit.refresh() < len(visit.rows):
+            self._tell_missing(visit.missing())
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            return loss
+        scale = None if grad_scale is None else 1.0 / float(grad_scale)
+        self.grad_norm, overflow = self._backend.apply(visit, scale, self.max_grad_norm)
+        if not overflow:
+            # Backends write through raw pointers; autograd must know that saved tensors are out of date.
+            torch.autograd.graph.increment_version(self._written)
+            self.global_step += 1
+            following = self._schedule(self.global_step)
+            if following != self._active:
+                self._switch(following)
+        return loss
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Only for the constructor: blocks are fixed once the optimizer exists."""
+        if getattr(self, "_sealed", False):
+            raise RuntimeError("BlockAdam's blocks are fixed at construction; pass all parameter groups to the constructor")
+        super().add_param_group(param_group)
+
+    def close(self) -> None:
+        """Restore every `requires_grad` and give up all state. The optimizer cannot step afterwards."""
+        self._restore()
+        for param in self._params.values():
+            _owners.pop(param, None)
+        self._visit = None
+        self._buffers.clear()
+        self._store.close()
+        self.step = self._closed  # type: ignore[method-assign]
+
+    def _closed(self, closure: Any = None) -> None:
+        raise RuntimeError("this BlockAdam was closed; make a new one")
+
+    # --- visits -------------------------------------------------------------------------------------------------------
+
+    def _run_slots(self, span: Span) -> dict[str, torch.dtype]:
+        """Slots of `span` that live for the run, and their dtypes."""
+        codec = self._codecs[span.name]
+        slots = {} if codec.auxiliary is None else {"w": codec.auxiliary}
+        if self._moments == "run":
+            slots |= dict.fromkeys(self._rule.moments, self._format.moment.primary)
+        return slots
+
+    def _open_visit(self) -> None:
+        """Make the active block's rows from store and buffers; moments that live for the visit start at zero."""
+        spans = self.active_block.spans
+        for span in spans:
+            codec, dtype = self._codecs[span.name], self._params[span.name].dtype
+            if dtype is not codec.primary:
+                raise RuntimeError(
+                    f"{span.name!r} was {codec.primary} when BlockAdam was made and is now {dtype}. Make BlockAdam after "
+                    f"model.to({dtype})."
+                )
+        device = self._params[spans[0].name].device
+        stored = self._store.fetch(spans, device)
+        fresh = {} if self._moments == "run" else {slot: self._zeroed(slot, device) for slot in self._rule.moments}
+        rows, offset = [], 0
+        for span in spans:
+            slots = stored[span] | {slot: buffer[offset : offset + span.numel] for slot, buffer in fresh.items()}
+            rows.append(
+                Row(
+                    span,
+                    self._params[span.name],
+                    self._codecs[span.name],
+                    slots.get("w"),
+                    tuple(slots[slot] for slot in self._rule.moments),
+                    self._group_of[span.name],
+                    self._row_steps.get(span, 0),
+                )
+            )
+            offset += _aligned(span)
+        self._backend = backends.resolve(self._backend_name, device)
+        self._written = list({id(row.param): row.param for row in rows}.values())
+        self._visit = Visit(self._rule, rows, self.param_groups)
+
+    def _zeroed(self, slot: str, device: torch.device) -> Tensor:
+        """A zeroed buffer for the active block's moments: one per slot and device, as large as its largest block, kept."""
+        buffer = self._buffers.get((slot, device))
+        if buffer is None:
+            size = max(_padded(b) for b in self._partition if self._params[b.spans[0].name].device == device)
+            buffer = torch.empty(size, dtype=self._format.moment.primary, device=device)
+            self._buffers[slot, device] = buffer
+        buffer[: _padded(self.active_block)].zero_()
+        return buffer
+
+    def _close_visit(self) -> None:
+        """Return the run-lifetime slots to the store."""
+        if self._visit is None:
+            return
+        spans = [row.span for row in self._visit.rows]
+        if self._moments == "run":
+            self._row_steps.update(zip(spans, self._visit.steps))
+        self._store.flush(spans)
+        self._visit = None
+
+    def _switch(self, index: int) -> None:
+        old, self._active = self.active_block, index
+        self._close_visit()
+        new = self.active_block
+        staying = {span.name for span in new.spans}
+        self._require_grad(old, False, staying)
+        self._require_grad(new, True)
+        for hook in list(self._switch_hooks.values()):
+            hook(self, old, new)
+
+    def _resume(self, global_step: int, schedule: Schedule, moments: dict[Span, dict[str, Tensor]]) -> None:
+        """Continue at `global_step`, with `moments` where they live for the visit; the store is already set."""
+        old, self._schedule, self.global_step = self.active_block, schedule, global_step
+        self._active = schedule(global_step)
+        self._require_grad(old, False, {span.name for span in self.active_block.spans})
+        self._require_grad(self.active_block, True)
+        if moments:
+            self._open_visit()
+            for row in self._visit.rows:
+                for held, slot in zip(row.moments, self._rule.moments):
+                    held.copy_(moments[row.span][slot].reshape(-1))
+        if self._moments == "visit":
+            self._row_steps.clear()
+
+    def _require_grad(self, block: Block, wanted: bool, leave: frozenset | set = frozenset()) -> None:
+        for name in {span.name for span in block.spans} - leave:
+            param = self._params[name]
+            param.requires_grad_(wanted)
+            if not wanted:
+                param.grad = None
+
+    def _tell_missing(self, names: list[str]) -> None:
+        new = [name for name in names if name not in self._told]
+        if new:
+            self._told.update(new)
+            _log.warning("no gradient for %d parameter(s) of the active block, skipped: %s", len(new), ", ".join(new[:5]))
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state but the weights, keyed by parameter name; plain tensors, so ``weights_only=True`` loads it.
+
+        Saved together with the model's state dict, training resumes bitwise. Tensors may share memory with the live state,
+        as torch's do: save or deepcopy them before the next `step`.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state = checkpoint.pack(self)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state = hook(self, state) or state
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`. Load the model's weights too, before or after.
+
+        Raises ValueError, with nothing changed, if the state is for another model, partition, rule or codec.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        checkpoint.unpack(self, state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def export_fp32(self, path: Any) -> None:
+        """Write the exact fp32 value of every parameter to `path` as safetensors; atomic, one parameter in memory at a time."""
+        checkpoint.export_fp32(self, path)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("BlockAdam drives live parameters and cannot be copied or pickled; use state_dict() and load_state_dict()")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(None)
+
+
+def _aligned(span: Span) -> int:
+    """Elements that a span takes in a moment buffer."""
+    return -(-span.numel // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padded(block: Block) -> int:
+    return sum(map(_aligned, block.spans))
+
+
+def _partition(named: dict[str, Tensor], blocks: Any) -> Partition:
+    if not isinstance(blocks, Partition):
+        return partitions.partition(named.items(), by=blocks)
+    for span in (span for block in blocks for span in block.spans):
+        param = named.get(span.name)
+        if param is None or not 0 <= span.start < span.stop <= param.numel():
+            have = "no such parameter" if param is None else f"{param.numel()} elements"
+            raise ValueError(f"the partition has {span}, but there is {have}. Make it from the same named parameters.")
+    return blocks
+
+
+def _claim(optimizer: BlockAdam, params: list[Tensor]) -> None:
+    """Refuse parameters of another live BlockAdam: it has frozen most of them, so this one would train a fraction."""
+
+    def rival() -> bool:
+        return any(_owners.get(p) is not None and _owners[p]() is not None for p in params)
+
+    if rival():
+        gc.collect()  # an optimizer and its scheduler refer to each other and may only look alive
+        if rival():
+            raise ValueError("these parameters belong to another live BlockAdam; call close() on it first")
+    for param in params:
+        _owners[param] = weakref.ref(optimizer)
+
+
+def _restore_requires_grad(params: list[Tensor]) -> None:
+    for param in params:
+        param.requires_grad_(True)
