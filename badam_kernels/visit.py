@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,9 @@ class Visit:
     rows      one Row per span, all on one device
     groups    the optimizer's parameter groups, live: read at every step
     table     int64 CPU tensor (rows, COLUMNS); `refresh` keeps it true, a backend advances its step column
+    version   grows whenever `refresh` changes the table, so that a backend knows when its copy is out of date
+    counters  int64 tensor that a backend advances instead of the step column, on the device; None if it does not
+    state     what the backend keeps with this visit
 
     The table owns nothing: `rows` keeps every tensor alive that it points to.
     """
@@ -77,11 +81,14 @@ class Visit:
         self._grads = [0] * len(self.rows)
         self._grad_dtypes = [0] * len(self.rows)
         self._copies: list[Tensor] = []
+        self.version = 0
+        self.counters: Tensor | None = None
+        self.state: Any = None
 
     @property
     def steps(self) -> list[int]:
-        """Updates that each row's moments have seen."""
-        return self.table[:, STEP].tolist()
+        """Updates that each row's moments have seen. Waits for the device where the counters live there."""
+        return (self.table[:, STEP] if self.counters is None else self.counters).tolist()
 
     @property
     def hyper(self) -> list[float]:
@@ -116,14 +123,16 @@ class Visit:
         if grads != self._grads:
             self.table[:, GRAD] = torch.tensor(grads)
             self._grads = grads
+            self.version += 1
         if dtypes != self._grad_dtypes:
             self.table[:, GRAD_DTYPE] = torch.tensor(dtypes)
             self._grad_dtypes = dtypes
+            self.version += 1
         return len(grads) - grads.count(0)
 
     def missing(self) -> list[str]:
-        """Names of the rows that had no gradient at the last `refresh`."""
-        return [row.span.name for row, grad in zip(self.rows, self._grads) if not grad]
+        """Names of the rows that had no gradient at the last `refresh`; an empty row needs none."""
+        return [row.span.name for row, grad in zip(self.rows, self._grads) if not grad and row.span.numel]
 
     def _check(self, row: Row) -> None:
         param, name = row.param, row.span.name
@@ -147,6 +156,7 @@ class Visit:
         self._check(row)
         self.table[i, PARAM] = param.data_ptr() + start * param.element_size()
         self._live[i] = (param, param.data_ptr(), numel, dtype, start)
+        self.version += 1
 
     def _contiguous(self, i: int, grad: Tensor) -> Tensor:
         name, numel = self.rows[i].span.name, self._live[i][2]

@@ -36,8 +36,8 @@ class _Reference:
                 return norm, True
             factor *= clip_factor(norm, max_norm)
         visit.table[:, STEP] += present
-        for row, step in zip(visit.rows, visit.steps):
-            if row.param.grad is not None:
+        for row, step, has_grad in zip(visit.rows, visit.steps, present.tolist()):
+            if has_grad:
                 s = rules.scalars(visit.rule, visit.groups[row.group], step, factor)
                 _update(visit.rule, row, s)
         return norm, False
