@@ -85,6 +85,11 @@ def _moments(g: Tensor, moments: tuple[Tensor, ...], s: Scalars) -> tuple[Tensor
     return m, v
 
 
+def _root(v: Tensor) -> Tensor:
+    # Correctly rounded, as every compiled backend has it; torch's own fp32 sqrt may be one ulp off, depending on the machine.
+    return v.double().sqrt().to(v.dtype)
+
+
 def _adamw(w: Tensor, g: Tensor, moments: tuple[Tensor, ...], s: Scalars) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Loshchilov & Hutter 2019, algorithm 2, with the decay folded into the one subtraction so that fp32 keeps it:
 
@@ -93,7 +98,7 @@ def _adamw(w: Tensor, g: Tensor, moments: tuple[Tensor, ...], s: Scalars) -> tup
     w <- w - [ lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) + lr * wd * w ]
     """
     m, v = _moments(g, moments, s)
-    update = s.step_size * (m / (v.sqrt() * s.root_scale + s.eps))
+    update = s.step_size * (m / (_root(v) * s.root_scale + s.eps))
     return w - (update + s.decay * w), (m, v)
 
 
@@ -104,7 +109,7 @@ def _adam(w: Tensor, g: Tensor, moments: tuple[Tensor, ...], s: Scalars) -> tupl
     w <- w - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     """
     m, v = _moments(g + s.decay * w, moments, s)
-    return w - s.step_size * (m / (v.sqrt() * s.root_scale + s.eps)), (m, v)
+    return w - s.step_size * (m / (_root(v) * s.root_scale + s.eps)), (m, v)
 
 
 def _sgd(w: Tensor, g: Tensor, moments: tuple[Tensor, ...], s: Scalars) -> tuple[Tensor, tuple[Tensor, ...]]:
