@@ -1,0 +1,47 @@
+"""What every test shares: where it runs, which backend, and memory that is poisoned before it is written."""
+
+import hypothesis
+import pytest
+import torch
+
+from badam_kernels import backends
+
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request):
+    """torch.empty and its kin return NaN (integers: the largest), so that a read of unwritten memory shows.
+
+    Deterministic mode does this; on a GPU it also forbids cuBLAS calls that the tests there make.
+    """
+    torch.use_deterministic_algorithms(not request.node.get_closest_marker("gpu"))
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=backends.BACKENDS)
+def backend(request, device):
+    """Each backend that can serve `device`."""
+    backend = backends.load(request.param)
+    why_not = backend.unavailable(device)
+    if why_not is not None:
+        pytest.skip(f"{request.param} on {device}: {why_not}")
+    return backend
