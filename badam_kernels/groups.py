@@ -44,8 +44,7 @@ def normalise(params: Iterable, defaults: dict[str, Any]) -> tuple[list[dict], d
             pairs.append((name, param))
         merged = {**defaults, **group, "params": pairs}
         _check(merged)
-        if pairs:
-            result.append(merged)
+        result.append(merged if pairs else merged | {"param_names": []})
     return result, named
 
 

@@ -93,7 +93,7 @@ class BlockAdam(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._sealed = True
         self._group_of = {name: i for i, group in enumerate(self.param_groups) for name in group["param_names"]}
-        self._store = Store({span: self._run_slots(span) for span in spans})
+        self._store = Store({span: self._run_slots(span) for span in spans}, {named[span.name].device for span in spans})
         self._row_steps: dict[Span, int] = {}
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
         self._visit: Visit | None = None
@@ -259,6 +259,7 @@ class BlockAdam(torch.optim.Optimizer):
         old, self._active = self.active_block, index
         self._close_visit()
         new = self.active_block
+        self._store.prefetch(new.spans, self._params[new.spans[0].name].device)
         staying = {span.name for span in new.spans}
         self._require_grad(old, False, staying)
         self._require_grad(new, True)

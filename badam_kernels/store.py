@@ -1,68 +1,100 @@
-"""The store: where the run-lifetime slots of idle blocks live.
+"""The store: where the run-lifetime slots of idle blocks live, and how they move when the active block switches.
 
-One exact-size slab of host memory, reserved once. Zeros are the valid empty state of every slot, and untouched pages of
-the slab cost nothing until a block's first visit.
+Host memory of exact size, reserved once. Zeros are the valid empty state of every slot, and untouched pageable memory
+costs nothing until a block's first visit. On a CUDA device the memory is pinned, and the active block's slots share one
+device buffer, the room: at a switch the outgoing block leaves it while the incoming one enters, both on streams of their
+own beside the next forward and backward.
 """
 
 from __future__ import annotations
 
+import mmap
+import warnings
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from . import hostmem
 from .blocks import Span
+from .room import BlockingRoom, Room, Slots, aligned
+
+try:
+    from badam_kernels import _C
+except ImportError:
+    _C = None
 
 __all__ = ["Store"]
 
-_ALIGNMENT_BYTES = 64
+_SLAB_BYTES = 64 << 30  # drivers refuse to pin 512 GiB and more at once
+_CHUNK_BYTES = 16 << 20
 
 
 class Store:
     """Host memory for the run-lifetime slots of every span.
 
     layout    for each span, the slots it keeps and their dtypes; each slot is 1-D of `span.numel` elements
+    devices   where the parameters are; memory is pinned if one of them is a CUDA device
 
     While a span is fetched, the tensors that `fetch` returned are its slots; otherwise the host copy is. For a span on the
     CPU both are the same memory: nothing moves.
+
+    Raises MemoryError, before anything is allocated, if the slots do not fit into the host memory that is left.
     """
 
-    def __init__(self, layout: Mapping[Span, Mapping[str, torch.dtype]]):
-        offsets, total = {}, 0
-        for span, slots in layout.items():
-            for slot, dtype in slots.items():
-                offsets[span, slot] = total
-                size = span.numel * dtype.itemsize
-                total += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        slab = torch.zeros(total, dtype=torch.uint8)
-        self._host = {
-            span: {
-                slot: slab[offsets[span, slot] :][: span.numel * dtype.itemsize].view(dtype)
-                for slot, dtype in slots.items()
-            }
-            for span, slots in layout.items()
-        }
-        self._fetched: dict[Span, dict[str, Tensor]] = {}
+    def __init__(self, layout: Mapping[Span, Mapping[str, torch.dtype]], devices: Iterable[torch.device] = ()):
+        places, slab_bytes = _place(layout)
+        _check_budget(layout, sum(slab_bytes))
+        cuda = next((device for device in devices if device.type == "cuda"), None)
+        self._slabs, self._pinned = _reserve(slab_bytes, cuda)
+        memory = [torch.frombuffer(slab, dtype=torch.uint8) for slab in self._slabs]
+        self._host: dict[Span, Slots] = {span: {} for span in layout}
+        for (span, slot), (slab, offset) in places.items():
+            dtype = layout[span][slot]
+            size = span.numel * dtype.itemsize
+            self._host[span][slot] = memory[slab][offset : offset + size].view(dtype) if size else torch.empty(0, dtype=dtype)
+        self._fetched: dict[Span, Slots] = {}
         self._touched: set[Span] = set()
-        self._slab_bytes = total
+        self._rooms: dict[torch.device, Room | BlockingRoom] = {}
 
-    def fetch(self, spans: Iterable[Span], device: torch.device) -> dict[Span, dict[str, Tensor]]:
-        """The slots of `spans` on `device`, by span and slot. They may be written; `flush` takes them back."""
-        for span in spans:
-            self._fetched[span] = {slot: host.to(device, non_blocking=True) for slot, host in self._host[span].items()}
-            self._touched.add(span)
-        return {span: self._fetched[span] for span in spans}
+    def fetch(self, spans: Iterable[Span], device: torch.device) -> dict[Span, Slots]:
+        """The slots of `spans` on `device`, by span and slot. They may be written; `flush` takes them back.
+
+        Work given to the device's current stream from now on finds them there. Only one set of spans can be on a device other
+        than the CPU at a time. Raises RuntimeError for a transfer that failed, now or since the last call; nothing is lost
+        then, and another call tries again.
+        """
+        spans = list(spans)
+        room = self._room(device)
+        if room is None:
+            fetched = {span: self.read(span) for span in spans}
+        else:
+            fetched = room.fetch({span: self._host[span] for span in spans})
+        self._fetched.update(fetched)
+        self._touched.update(spans)
+        return fetched
+
+    def prefetch(self, spans: Iterable[Span], device: torch.device) -> None:
+        """Start to move the slots of `spans` to `device`, for the `fetch` to come. A failure is raised there."""
+        room = self._room(device)
+        if room is not None:
+            room.prefetch({span: self._host[span] for span in spans})
 
     def flush(self, spans: Iterable[Span]) -> None:
-        """Make the host copy of fetched `spans` current and give up what `fetch` returned for them."""
+        """Give up what `fetch` returned for `spans` and start to make their host copy current.
+
+        The copies follow the work given to the device's current stream so far. A failure is raised at the next `fetch`.
+        """
+        spans = list(spans)
         for span in spans:
-            for slot, live in self._fetched.pop(span).items():
-                host = self._host[span][slot]
-                if live.data_ptr() != host.data_ptr():
-                    host.copy_(live)
+            del self._fetched[span]
+        for room in self._rooms.values():
+            room.flush([span for span in spans if span in room.holds])
 
     def drop(self) -> None:
         """Forget everything: every slot is zeros again, nothing is fetched."""
+        for room in self._rooms.values():
+            room.drop()
         self._fetched.clear()
         for span in self._touched:
             for host in self._host[span].values():
@@ -73,30 +105,137 @@ class Store:
         """The spans that were ever fetched or written; all slots of the others are zeros."""
         return [span for span in self._host if span in self._touched]
 
-    def read(self, span: Span) -> dict[str, Tensor]:
-        """The current slots of `span`, wherever they are: the live tensors, not copies."""
-        return self._fetched.get(span) or self._host[span]
+    def read(self, span: Span) -> Slots:
+        """The current slots of `span`, wherever they are: the live tensors, not copies.
+
+        Waits for a flush of `span` that is under way, and raises RuntimeError if it failed and fails again.
+        """
+        if span in self._fetched:
+            return self._fetched[span]
+        for room in self._rooms.values():
+            room.settle(span)
+        return self._host[span]
 
     def write(self, span: Span, slots: Mapping[str, Tensor]) -> None:
         """Set the host copy of an idle `span`."""
+        for room in self._rooms.values():
+            room.forget_prefetched()
         for slot, value in slots.items():
             self._host[span][slot].copy_(value.reshape(-1))
         self._touched.add(span)
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes by slot and place. `padding` is what alignment adds to the exact size of all slots."""
-        report: dict[str, dict[str, int]] = {}
-        for span, slots in self._host.items():
-            for slot, host in slots.items():
-                places = report.setdefault(slot, {"host_pageable": 0})
-                places["host_pageable"] += host.nbytes
-                live = self._fetched.get(span, {}).get(slot)
-                if live is not None and live.device.type != "cpu":
-                    places[str(live.device)] = places.get(str(live.device), 0) + live.nbytes
-        exact = sum(places["host_pageable"] for places in report.values())
-        report["padding"] = {"host_pageable": self._slab_bytes - exact}
-        return report
+        """Bytes by slot and place. `padding` is what alignment and whole pages add to the exact size of all slots, and what
+        the device's buffer has beyond the block in it; `ring` is what pageable memory moves through on its way there."""
+        report: dict[str, dict[str, int]] = {"padding": {}, "ring": {}}
+        host = "host_pinned" if self._pinned else "host_pageable"
+        for slots in self._host.values():
+            _count(report, slots, host)
+        bytes_of = self.reservation()
+        report["padding"][host] = bytes_of["reserved"] - bytes_of["asked"]
+        for device, room in self._rooms.items():
+            for slots in room.holds.values():
+                _count(report, slots, str(device))
+            held = sum(value.nbytes for slots in room.holds.values() for value in slots.values())
+            report["padding"][str(device)] = room.nbytes - held
+            if room.ring_bytes:
+                report["ring"]["host_pinned"] = report["ring"].get("host_pinned", 0) + room.ring_bytes
+        return {slot: places for slot, places in report.items() if places}
+
+    def reservation(self) -> dict[str, int]:
+        """Bytes of host memory: `asked` for, all slots; `reserved`, with padding; `touched`, in physical memory now."""
+        return {
+            "asked": sum(value.nbytes for slots in self._host.values() for value in slots.values()),
+            "reserved": sum(slab.reserved for slab in self._slabs),
+            "touched": sum(slab.touched for slab in self._slabs),
+        }
 
     def close(self) -> None:
-        """Give all memory back. Tensors that were handed out stay valid as long as someone holds them."""
-        self._host, self._fetched, self._touched, self._slab_bytes = {}, {}, set(), 0
+        """Give all memory back. Host tensors that were handed out stay valid as long as someone holds them."""
+        self._rooms.clear()
+        self._host, self._fetched, self._touched, self._slabs = {}, {}, set(), []
+
+    def _room(self, device: torch.device) -> Room | BlockingRoom | None:
+        """What slots move to on `device`; None on the CPU, where they do not."""
+        if device.type == "cpu":
+            return None
+        if device not in self._rooms:
+            self._rooms[device] = self._make_room(device)
+        return self._rooms[device]
+
+    def _make_room(self, device: torch.device) -> Room | BlockingRoom:
+        if _C is None or device.type != "cuda" or torch.version.hip:
+            return BlockingRoom(device)
+        stager = _C.Stager(_C.Context(_index(device)), _CHUNK_BYTES, self._pinned)
+        return Room(device, stager, self._slabs)
+
+
+class _PlainSlab(mmap.mmap):
+    """What stands in for `_C.Slab` without the extension: zeroed pages that cost nothing until written."""
+
+    @property
+    def reserved(self) -> int:
+        return -(-len(self) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    touched = reserved  # nobody counts the pages that were written
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _place(layout: Mapping[Span, Mapping[str, torch.dtype]]) -> tuple[dict[tuple[Span, str], tuple[int, int]], list[int]]:
+    """(slab, offset) of every slot, in order and aligned, and the bytes of each slab; no slot lies in two slabs."""
+    places, slabs = {}, []
+    for span, slots in layout.items():
+        for slot, dtype in slots.items():
+            size = aligned(span.numel * dtype.itemsize)
+            if not slabs or slabs[-1] + size > _SLAB_BYTES and slabs[-1]:
+                slabs.append(0)
+            places[span, slot] = len(slabs) - 1, slabs[-1]
+            slabs[-1] += size
+    return places, [size for size in slabs if size]
+
+
+def _check_budget(layout: Mapping[Span, Mapping[str, torch.dtype]], wanted: int) -> None:
+    left = hostmem.available_bytes()
+    if left is None or wanted <= left:
+        return
+    masters = any(slots.get("w") is torch.float32 for slots in layout.values())
+    hint = " For bf16 weights format='split' needs 2 bytes per element instead of 4." if masters else ""
+    raise MemoryError(
+        f"the idle blocks need {wanted:,} bytes ({wanted / 1e9:.2f} GB) of host memory; {left:,} ({left / 1e9:.2f} GB) are left.{hint}"
+    )
+
+
+def _reserve(slab_bytes: list[int], cuda: torch.device | None) -> tuple[list, bool]:
+    """Zeroed memory for every slab, and whether it is pinned."""
+    if _C is None:
+        return [_PlainSlab(-1, size) for size in slab_bytes], False
+    if cuda is not None:
+        try:
+            context = _C.Context(_index(cuda))
+            return [_C.Slab(size, context) for size in slab_bytes], True
+        except RuntimeError as error:
+            _warn_pageable(sum(slab_bytes), error)
+    return [_C.Slab(size) for size in slab_bytes], False
+
+
+def _warn_pageable(wanted: int, error: Exception) -> None:
+    import resource  # where there is no CUDA there may be no such module
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    warnings.warn(
+        f"could not pin {wanted:,} bytes of host memory ({error}); the limit on locked memory (ulimit -l) is {limit}. The idle "
+        f"blocks stay in pageable memory, and every switch copies them once more within the host, through a pinned ring. Raise "
+        "the limit (in a container: --ulimit memlock=-1) or free host memory.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def _count(report: dict[str, dict[str, int]], slots: Slots, place: str) -> None:
+    for slot, value in slots.items():
+        places = report.setdefault(slot, {})
+        places[place] = places.get(place, 0) + value.nbytes
