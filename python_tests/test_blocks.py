@@ -194,6 +194,31 @@ def test_a_frozen_head_is_a_head_so_the_embeddings_are_not_tied():
     assert members(part[-1]) == ["model.norm.weight"]
 
 
+def test_a_weight_listed_as_embeddings_and_head_is_tied_whatever_else_follows():
+    named = dict(parameters(decoder() | {"value_head.weight": (4, 4)}))
+    named["lm_head.weight"] = named["model.embed_tokens.weight"]
+    assert block_of(partition(named.items(), head=True), "model.embed_tokens.weight") == ["head"]
+
+
+def test_roles_do_not_depend_on_the_order_of_registration():
+    shapes = decoder(2)
+    turned = dict(sorted(shapes.items(), key=lambda item: ".layers." not in item[0]))
+    for case in (turned, {"score.weight": (2, 4)} | shapes):
+        part = partition(parameters(case), embeddings=True, head=True)
+        assert members(part[0]) == ["model.embed_tokens.weight"]
+        assert set(members(part[-1])) == {"model.norm.weight", "lm_head.weight", "score.weight"} & set(case)
+    del turned["lm_head.weight"]
+    assert block_of(partition(parameters(turned), head=True), "model.embed_tokens.weight") == ["head"]
+
+
+def test_the_norm_of_a_connector_stays_with_it():
+    shapes = {k: v for i in range(2) for k, v in layer("vision.layers", i).items()}
+    shapes |= {"vision.norm.weight": (4,), "connector.fc.weight": (4, 4), "connector.norm.weight": (4,)} | decoder(2)
+    part = partition(parameters(shapes), embeddings=True, head=True)
+    assert members(part[0]) == ["connector.fc.weight", "connector.norm.weight", "model.embed_tokens.weight"]
+    assert block_of(part, "vision.norm.weight") == ["head"]
+
+
 def test_what_is_neither_layer_nor_named_goes_by_its_place():
     body = decoder(2)
     ends = {k: body.pop(k) for k in ("model.norm.weight", "lm_head.weight")}
