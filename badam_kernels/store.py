@@ -47,12 +47,15 @@ class Store:
         _check_budget(layout, sum(slab_bytes))
         cuda = next((device for device in devices if device.type == "cuda"), None)
         self._slabs, self._pinned = _reserve(slab_bytes, cuda)
-        memory = [torch.frombuffer(slab, dtype=torch.uint8) for slab in self._slabs]
         self._host: dict[Span, Slots] = {span: {} for span in layout}
         for (span, slot), (slab, offset) in places.items():
             dtype = layout[span][slot]
-            size = span.numel * dtype.itemsize
-            self._host[span][slot] = memory[slab][offset : offset + size].view(dtype) if size else torch.empty(0, dtype=dtype)
+            # A storage of its own for every slot: torch.save writes whole storages.
+            self._host[span][slot] = (
+                torch.frombuffer(self._slabs[slab], dtype=dtype, count=span.numel, offset=offset)
+                if span.numel
+                else torch.empty(0, dtype=dtype)
+            )
         self._fetched: dict[Span, Slots] = {}
         self._touched: set[Span] = set()
         self._rooms: dict[torch.device, Room | BlockingRoom] = {}

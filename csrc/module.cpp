@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "bindings.h"
 #include "step.h"
 
 namespace py = pybind11;
@@ -61,4 +62,5 @@ PYBIND11_MODULE(_C, m) {
           "One step over the `rows` rows of the int64 table at address `table` (COLUMNS), in place: backends.apply.\n\n"
           "hyper: HYPER of every parameter group. rule: index into RULES. isa: one of ISAS, None for the last, which is the best.\n"
           "Returns (norm or None, found_inf). Advances the step column of rows that have a gradient.");
+    bind_store(m);
 }

@@ -1,0 +1,89 @@
+// Moves slots between host memory and the device memory that the active block's slots share, the room.
+//
+// A block leaves (`flush`) while the next one enters (`prefetch`), chunk by chunk and in place: a chunk enters a part of the
+// room as soon as what was there has left, so that both directions are in flight and no second copy of a block is on the
+// device. Host memory that the device does not reach directly goes through a ring of memory that it does.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <sys/types.h>
+
+#include "copier.h"
+
+namespace badam {
+
+// A range of the room and the range of host memory that belongs to it.
+struct Piece {
+    std::byte* room;
+    std::byte* host;
+    size_t bytes;
+};
+
+class Stager {
+public:
+    // `direct`: the device reaches the host memory of all pieces by itself.
+    Stager(std::unique_ptr<Copier> copier, size_t chunk_bytes, bool direct);
+    // Waits for everything in flight.
+    ~Stager();
+
+    // Copies `pieces` to the host once the work that `compute` has been given is done. Returns at once.
+    // What could not be sent stays in the room and is sent again by the next call to any of these.
+    void flush(const std::vector<Piece>& pieces, Stream compute);
+    // Copies `pieces` to the room once it is free there. Returns at once. Their host memory must not change before `acquire`.
+    void prefetch(const std::vector<Piece>& pieces, Stream compute);
+    // What `compute` is given from now on runs after all that was prefetched has arrived.
+    void acquire(Stream compute);
+    // Blocks until everything flushed is in host memory.
+    void settle();
+    // Whether everything flushed is in host memory.
+    bool settled();
+    // Blocks until nothing is in flight. What could not be sent is given up.
+    void synchronize();
+
+    size_t ring_bytes() const { return ring_ ? 2 * slots_per_lane * chunk_bytes_ : 0; }
+
+    // All of these throw DriverError for a call that failed, now or earlier, and std::runtime_error in a forked child.
+
+private:
+    // A chunk on its way out.
+    struct Leaving {
+        Piece chunk;
+        Event room_free, host_ready;
+    };
+    struct Slot {
+        std::byte* data = nullptr;
+        Event free;
+    };
+    static constexpr size_t slots_per_lane = 2;
+
+    void check_process() const;
+    std::vector<Piece> cut(const std::vector<Piece>& pieces) const;
+    void drain();
+    void attempt(const std::function<void()>& work);
+    void send();
+    void leave(const Piece& chunk);
+    void enter(const Piece& chunk);
+    void forget_done();
+    Slot& next_slot(std::vector<Slot>& slots, size_t& next);
+
+    const pid_t process_;
+    const std::unique_ptr<Copier> copier_;
+    const size_t chunk_bytes_;
+    std::shared_ptr<std::byte> ring_;
+    std::vector<Slot> out_slots_, in_slots_;
+    size_t next_out_ = 0, next_in_ = 0;
+
+    std::mutex mutex_;
+    std::deque<Piece> unsent_;  // chunks still only in the room
+    Stream compute_ = 0;        // the stream that wrote them
+    bool interrupted_ = false;  // a call failed half-way: lanes must be empty before another try
+    std::deque<Leaving> leaving_;
+    Event arrived_;
+};
+
+}  // namespace badam
