@@ -10,10 +10,6 @@ hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("suite")
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-
-
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from badam_kernels.formats import Codec
+
 HALVES = (0x0000, 0x0001, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFF)
 """Low halves around a bf16 number and around the tie above it."""
 
@@ -18,11 +20,9 @@ def bf16_ties() -> Tensor:
 
 
 def all_low_halves() -> Tensor:
-    """All 2**16 low halves behind a first, a middle and a last high half of some exponents, of either sign."""
-    exponents = torch.tensor([0, 1, 2, 102, 103, 126, 127, 142, 143, 253, 254]).view(-1, 1, 1, 1)
-    mantissas = torch.tensor([0x00, 0x01, 0x55, 0x7F]).view(-1, 1, 1)
-    signs = torch.tensor([0, 1]).view(-1, 1)
-    high = (signs << 15) + (exponents << 7) + mantissas
+    """All 2**16 low halves behind some high halves of either sign: zero, subnormal, normal, the last before infinity."""
+    high = torch.tensor([0x0000, 0x0001, 0x007F, 0x3F7F, 0x477F, 0x7F7F])
+    high = torch.cat([high, high + 0x8000]).unsqueeze(1)
     return _floats(((high << 16) + torch.arange(2**16)).flatten())
 
 
@@ -35,5 +35,7 @@ def fp16_ties() -> Tensor:
     return torch.cat([_floats(bits), -_floats(bits)])
 
 
-def finite(x: Tensor) -> Tensor:
-    return x[x.isfinite()]
+def hard(codec: Codec) -> list[Tensor]:
+    """The finite numbers above that matter to `codec`."""
+    patterns = [all_low_halves(), fp16_ties() if codec.primary == torch.float16 else bf16_ties()]
+    return [x[x.isfinite()] for x in patterns]
