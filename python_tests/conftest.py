@@ -8,6 +8,7 @@ from badam_kernels import backends
 
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
+torch.set_num_threads(1)  # the models are tiny; spinning threads only get into each other's way
 
 
 def pytest_collection_modifyitems(items):
