@@ -1,0 +1,41 @@
+"""The README's generated tables. `python python_tests/readme_tables.py` writes them into it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+from badam_kernels import formats
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def formats_table() -> str:
+    """Every format and parameter dtype it holds beyond fp32, with bytes per element from the codecs."""
+    lines = ["| format | weight | extends it to fp32 | resident | idle | moved |", "| --- | --- | --- | --- | --- | --- |"]
+    for held in (formats.MASTER, formats.SPLIT):
+        for dtype, codec in held.weight.items():
+            auxiliary = str(codec.auxiliary).removeprefix("torch.") if codec.auxiliary else "nothing, it is fp32"
+            numbers = held.resident_bytes(dtype), held.idle_bytes(dtype), held.moved_bytes(dtype)
+            name = str(dtype).removeprefix("torch.")
+            lines.append(f"| `{held.name}` | {name} | {auxiliary} | {' | '.join(map(str, numbers))} |")
+    return "\n".join(lines)
+
+
+TABLES = {"formats": formats_table}
+
+
+def filled(text: str) -> str:
+    """README `text` with every generated table as it should be."""
+    for name, table in TABLES.items():
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        text, count = re.subn(pattern, lambda found: found[1] + table() + "\n" + found[2], text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"the README must have one place for the table {name!r}; it has {count}")
+    return text
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text()))
