@@ -16,6 +16,7 @@ Gradients are never written.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,7 @@ class Backend(Protocol):
     def apply(self, visit: Visit, scale: float | None, max_norm: float | None) -> tuple[Any, Any]: ...
 
 
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("triton", "cpu", "reference")
 """Backends by preference. Each is the module of that name here, which holds one `Backend` called BACKEND."""
 
 
@@ -55,9 +56,19 @@ def resolve(name: str, device: torch.device) -> Backend:
     Raises ValueError for an unknown name and RuntimeError if the named one cannot serve the device.
     """
     if name == "auto":
-        name = next(name for name, why_not in candidates(device) if why_not is None)
+        name = _automatic(device)
     backend = load(name)
     why_not = backend.unavailable(device)
     if why_not is not None:
         raise RuntimeError(f"backend {name!r} cannot serve {device}: {why_not}. Use backend='auto'.")
     return backend
+
+
+def _automatic(device: torch.device) -> str:
+    # Triton's interpreter serves CPU tensors, thousands of times slower: only for whoever asks for it by name.
+    serving = [(name, why_not) for name, why_not in candidates(device) if not (name == "triton" and device.type == "cpu")]
+    name = next(name for name, why_not in serving if why_not is None)
+    if device.type != "cpu" and name == "reference":
+        reasons = "; ".join(f"{other}: {why_not}" for other, why_not in serving if why_not is not None)
+        warnings.warn(f"steps on {device} run on the slow 'reference' backend ({reasons})", stacklevel=3)
+    return name
