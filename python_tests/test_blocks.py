@@ -262,6 +262,11 @@ def test_lora_names_in_no_block_are_an_error():
         partition(named, [["model.layers.0."]])
 
 
+def test_a_pair_passed_twice_counts_once():
+    pairs = parameters({"stem.conv.weight": (4, 4)} | decoder())
+    assert partition(pairs + pairs, head=True) == partition(pairs, head=True)
+
+
 def test_a_generator_is_accepted():
     pairs = parameters(decoder())
     assert partition(pair for pair in pairs) == partition(pairs)
