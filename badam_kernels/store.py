@@ -46,7 +46,7 @@ class Store:
         places, slab_bytes = _place(layout)
         _check_budget(layout, sum(slab_bytes))
         cuda = next((device for device in devices if device.type == "cuda"), None)
-        self._slabs, self._pinned = _reserve(slab_bytes, cuda)
+        self._slabs, self._pinned = self._reserve(slab_bytes, cuda)
         self._host: dict[Span, Slots] = {span: {} for span in layout}
         for (span, slot), (slab, offset) in places.items():
             dtype = layout[span][slot]
@@ -169,8 +169,22 @@ class Store:
     def _make_room(self, device: torch.device) -> Room | BlockingRoom:
         if _C is None or device.type != "cuda" or torch.version.hip:
             return BlockingRoom(device)
-        stager = _C.Stager(_C.Context(_index(device)), _CHUNK_BYTES, self._pinned)
-        return Room(device, stager, self._slabs)
+        return Room(device, _C.Stager(self._context(device), _CHUNK_BYTES, self._pinned), self._slabs)
+
+    def _reserve(self, slab_bytes: list[int], cuda: torch.device | None) -> tuple[list, bool]:
+        """Zeroed memory for every slab, and whether it is pinned."""
+        if _C is None:
+            return [_PlainSlab(-1, size) for size in slab_bytes], False
+        if cuda is not None and not torch.version.hip:
+            try:
+                context = self._context(cuda)
+                return [_C.Slab(size, context) for size in slab_bytes], True
+            except _C.DriverError as error:
+                _warn_pageable(sum(slab_bytes), error)
+        return [_C.Slab(size) for size in slab_bytes], False
+
+    def _context(self, device: torch.device) -> _C.Context:
+        return _C.Context(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _PlainSlab(mmap.mmap):
@@ -181,10 +195,6 @@ class _PlainSlab(mmap.mmap):
         return -(-len(self) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     touched = reserved  # nobody counts the pages that were written
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _place(layout: Mapping[Span, Mapping[str, torch.dtype]]) -> tuple[dict[tuple[Span, str], tuple[int, int]], list[int]]:
@@ -207,21 +217,9 @@ def _check_budget(layout: Mapping[Span, Mapping[str, torch.dtype]], wanted: int)
     masters = any(slots.get("w") is torch.float32 for slots in layout.values())
     hint = " For bf16 weights format='split' needs 2 bytes per element instead of 4." if masters else ""
     raise MemoryError(
-        f"the idle blocks need {wanted:,} bytes ({wanted / 1e9:.2f} GB) of host memory; {left:,} ({left / 1e9:.2f} GB) are left.{hint}"
+        f"the idle blocks need {wanted:,} bytes ({wanted / 1e9:.2f} GB) of host memory; "
+        f"{left:,} ({left / 1e9:.2f} GB) are left.{hint}"
     )
-
-
-def _reserve(slab_bytes: list[int], cuda: torch.device | None) -> tuple[list, bool]:
-    """Zeroed memory for every slab, and whether it is pinned."""
-    if _C is None:
-        return [_PlainSlab(-1, size) for size in slab_bytes], False
-    if cuda is not None:
-        try:
-            context = _C.Context(_index(cuda))
-            return [_C.Slab(size, context) for size in slab_bytes], True
-        except RuntimeError as error:
-            _warn_pageable(sum(slab_bytes), error)
-    return [_C.Slab(size) for size in slab_bytes], False
 
 
 def _warn_pageable(wanted: int, error: Exception) -> None:
