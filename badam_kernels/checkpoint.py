@@ -85,7 +85,9 @@ def unpack(optimizer: BlockAdam, state_dict: dict[str, Any]) -> None:
     """Set `optimizer` to `state_dict`. Everything is checked before anything is changed."""
     header = state_dict.get(_HEADER)
     if not isinstance(header, dict) or header.get("version") != _VERSION:
-        raise ValueError(f"expected a state dict of BlockAdam, version {_VERSION}; got one with keys {sorted(map(str, state_dict))}")
+        raise ValueError(
+            f"expected a state dict of BlockAdam, version {_VERSION}; got one with keys {sorted(map(str, state_dict))}"
+        )
     _check_header(optimizer, header)
     _check_groups(optimizer, state_dict["param_groups"])
     _check_state(optimizer, state_dict["state"])
@@ -107,7 +109,8 @@ def unpack(optimizer: BlockAdam, state_dict: dict[str, Any]) -> None:
         if "step" in entry and optimizer._moments == "visit":
             moments[span] = {slot: entry[_MOMENT_KEYS[slot]] for slot in optimizer._rule.moments}
     order = optimizer._schedule.order if header["schedule"]["order"] == "callable" else header["schedule"]["order"]
-    optimizer._resume(header["global_step"], dataclasses.replace(optimizer._schedule, **header["schedule"] | {"order": order}), moments)
+    schedule = dataclasses.replace(optimizer._schedule, **header["schedule"] | {"order": order})
+    optimizer._resume(header["global_step"], schedule, moments)
 
 
 def _stored(entry: dict[str, Any]) -> bool:

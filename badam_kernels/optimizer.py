@@ -325,7 +325,9 @@ class BlockAdam(torch.optim.Optimizer):
         checkpoint.export_fp32(self, path)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("BlockAdam drives live parameters and cannot be copied or pickled; use state_dict() and load_state_dict()")
+        raise TypeError(
+            "BlockAdam drives live parameters and cannot be copied or pickled; use state_dict() and load_state_dict()"
+        )
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(None)

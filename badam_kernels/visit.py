@@ -142,7 +142,9 @@ class Visit:
                 f"{name!r} on {param.device}. Put them into different blocks."
             )
         if not param.is_contiguous():
-            raise ValueError(f"parameters must be contiguous; {name!r} has strides {param.stride()}. Use p.data = p.data.contiguous().")
+            raise ValueError(
+                f"parameters must be contiguous; {name!r} has strides {param.stride()}. Use p.data = p.data.contiguous()."
+            )
 
     def _relocate(self, i: int) -> None:
         """The parameter of row `i` got new memory: take its address, if it is still the same kind of tensor."""

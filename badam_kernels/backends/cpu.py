@@ -70,7 +70,9 @@ class _Cpu:
         """`isa` picks one of `isas()`. Bits depend neither on it nor on the number of threads, torch.get_num_threads()."""
         rule = self._rules.get(visit.rule)
         if rule is None:
-            raise ValueError(f"rule {visit.rule.name!r} is not in the extension: use backend='reference', or add it to csrc/rules.h")
+            raise ValueError(
+                f"rule {visit.rule.name!r} is not in the extension: use backend='reference', or add it to csrc/rules.h"
+            )
         table = visit.table
         return _C.apply(table.data_ptr(), len(table), visit.hyper, rule, scale, max_norm, torch.get_num_threads(), isa)
 
