@@ -1,5 +1,7 @@
 """What every test shares: where it runs, which backend, and memory that is poisoned before it is written."""
 
+import warnings
+
 import hypothesis
 import pytest
 import torch
@@ -41,4 +43,7 @@ def backend(request, device):
     why_not = backend.unavailable(device)
     if why_not is not None:
         pytest.skip(f"{request.param} on {device}: {why_not}")
-    return backend
+    with warnings.catch_warnings():
+        # Triton's interpreter warns about its own use of NumPy, and where numbers become infinite, as some here must.
+        warnings.filterwarnings("ignore", module=r"triton\.runtime\.interpreter")
+        yield backend

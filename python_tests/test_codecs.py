@@ -18,7 +18,7 @@ from badam_kernels.formats import AUTO, FORMATS, FP32, MASTER, MASTER_BF16, MAST
 
 per_codec = pytest.mark.parametrize("codec", CODECS, ids=codec_id)
 per_16_bit_codec = pytest.mark.parametrize("codec", [c for c in CODECS if c.auxiliary], ids=codec_id)
-any_fp32 = st.integers(0, 2**32 - 1).map(lambda bits: torch.tensor([bits - 2**32 * (bits >> 31)]).to(torch.int32).view(torch.float32))
+any_fp32 = st.integers(-(2**31), 2**31 - 1).map(lambda bits: torch.tensor([bits], dtype=torch.int32).view(torch.float32))
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
