@@ -284,7 +284,7 @@ def _matching(params: list[Param], prefixes: Sequence[str], what: str) -> list[s
     matches: dict[str, None] = {}
     for prefix in prefixes:
         stem = prefix.rstrip(".")
-        here = [param.name for param in params if stem and any(_is_under(name, [stem]) for name in param.names)]
+        here = [param.name for param in params if any(_is_under(name, [stem]) for name in param.names)]
         if not here:
             raise ValueError(f"the prefix {prefix!r} in {what} matches no parameter. {_suggestion(params, stem)}")
         matches |= dict.fromkeys(here)
