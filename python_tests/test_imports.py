@@ -57,7 +57,12 @@ def test_the_parser_sees_imports():
 
 
 def test_imports_go_down_only():
-    ours = [(a, b) for a, b, _ in edges() if b.split(".")[0] == PACKAGE.name and not b.endswith("._C")]
+    """The package itself may reach for an edge inside a function: importing it still brings in composition at most."""
+    ours = [
+        (a, b)
+        for a, b, at_top in edges()
+        if b.split(".")[0] == PACKAGE.name and not b.endswith("._C") and (at_top or a != PACKAGE.name)
+    ]
     assert not [f"{a} imports {b}" for a, b in ours if floor(b) > floor(a)]
     backends = [(a, b) for a, b in ours if floor(a) == 1 == floor(b)]
     assert not [f"{a} imports {b}" for a, b in backends if a.split(".")[1] != b.split(".")[1] and "backends" in a + b]
