@@ -111,7 +111,7 @@ def partition(
     always            prefixes of modules that train in every block, on top of its own spans
     max_bytes         most bytes of weights (numel x itemsize) in a block, without `always`: neighbouring layers of a stack are
                       merged, larger blocks are split between parameters, a larger matrix between rows, a larger row inside it
-    ratio             instead: ceil(1 / ratio) blocks, each one contiguous range of every parameter, equal within one element
+    ratio             instead: ceil(1 / ratio) blocks, each one contiguous range of every parameter, equal within 16 elements
 
     The parameters of a block are on one device: a block over two is split. Raises TypeError or ValueError if the arguments
     contradict each other or the names, or if nothing would train.
@@ -306,6 +306,12 @@ def _whole(params: Iterable[Param]) -> tuple[Span, ...]:
     return tuple(Span(param.name, 0, param.numel) for param in params)
 
 
+def _boundary(numel: int, i: int, count: int) -> int:
+    """Where range `i` of `count` begins; a multiple of 16 elements if they are many, so that kernels load whole vectors."""
+    exact = numel * i // count
+    return exact if i == count or numel < 16 * count else exact // 16 * 16
+
+
 def _by_ratio(groups: list[_Group], ratio: float) -> list[Block]:
     """Ranges of all parameters, for each device its own."""
     count = math.ceil(1 / ratio - 1e-9)
@@ -315,7 +321,7 @@ def _by_ratio(groups: list[_Group], ratio: float) -> list[Block]:
     for device in devices:
         for i in range(count):
             here = (param for param in params if param.device == device)
-            spans = (Span(p.name, p.numel * i // count, p.numel * (i + 1) // count) for p in here)
+            spans = (Span(p.name, _boundary(p.numel, i, count), _boundary(p.numel, i + 1, count)) for p in here)
             name = f"range {i} of {count}" + (f" on {device}" if len(devices) > 1 else "")
             blocks.append(Block(name, tuple(span for span in spans if span.numel)))
     return [block for block in blocks if block.spans]

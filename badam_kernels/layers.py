@@ -70,7 +70,8 @@ def find_layers(params: Sequence[Param]) -> dict[str, Layer]:
     A stack is a list of modules, `stack.0`, `stack.1`, ..., whose entries have submodules and repeat: at least half of them
     share at least half of their (name, shape) pairs with another entry, or there is only one. The outermost such number of a
     name decides, so experts belong to their layer. The plain modules of an `nn.Sequential` (a projector, a classifier, a
-    convolutional stem) are no layers; stages of unlike widths are none either, but the layers within them are.
+    convolutional stem) are no layers; stages of unlike widths are none either, but the layers within them are. A model that
+    has only plain numbered modules has those as layers.
     """
     found: dict[str, Layer] = {}
     depth = 0
@@ -88,10 +89,16 @@ def find_layers(params: Sequence[Param]) -> dict[str, Layer]:
             stacks[layer.stack][layer.index].add((tuple(inner), param.shape))
             members[param.name] = layer
         if not members:
-            return found
+            return found or _plain_layers(params)
         layers = {Layer(stack, index) for stack, entries in stacks.items() for index in _repeating(entries)}
         found |= {name: layer for name, layer in members.items() if layer in layers}
         depth += 1
+
+
+def _plain_layers(params: Sequence[Param]) -> dict[str, Layer]:
+    """{parameter name: its outermost numbered module}."""
+    numbered = (re.fullmatch(r"(?:(.*?)\.)??(\d+)\..+", param.name) for param in params)
+    return {found[0]: Layer(found[1] or "", int(found[2])) for found in numbered if found}
 
 
 def _repeating(entries: dict[int, set]) -> list[int]:
