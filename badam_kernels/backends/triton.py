@@ -47,7 +47,7 @@ class Tile:
 TILES = {
     "cuda": Tile(update=512, norm=1024, chunk=16384, warps=4),
     "hip": Tile(update=1024, norm=2048, chunk=16384, warps=4),
-    "interpreter": Tile(update=4096, norm=4096, chunk=16384, warps=1),
+    "interpreter": Tile(update=1 << 15, norm=1 << 15, chunk=1 << 16, warps=1),
 }
 """By architecture. A wavefront of AMD's has 64 threads; the interpreter pays per operation, not per element."""
 
