@@ -33,16 +33,22 @@ BADAM_HD float float_of(uint32_t bits) {
 
 BADAM_HD int32_t magnitude_of(uint32_t bits) { return static_cast<int32_t>(bits & 0x7FFFFFFF); }
 
-BADAM_HD bool is_nan(uint32_t bits) { return magnitude_of(bits) > 0x7F800000; }
+// The bits of x, with every NaN replaced by the quiet one of its sign, whose low half is zero: rounding in integers would
+// carry other NaNs into infinities and zeros.
+BADAM_HD uint32_t quiet_bits_of(float x) {
+    const uint32_t bits = bits_of(x);
+    return x != x ? (bits | 0x7FC00000) & 0xFFC00000 : bits;
+}
 
-// --- dtypes of parameters and gradients: exact to fp32, and from fp32 to nearest, ties to even -------------------------
+// --- dtypes of parameters and gradients ----------------------------------------------------------------------------------
+// load is exact; round goes to nearest, ties to even. Integers stay 32 bits wide up to the store: compilers vectorise
+// arithmetic that mixes widths badly.
 
 struct Float32 {
     using Storage = float;
     static constexpr const char* name = "float32";
 
     BADAM_HD static float load(float x) { return x; }
-    BADAM_HD static float round(float x) { return x; }
 };
 
 struct BFloat16 {
@@ -51,11 +57,9 @@ struct BFloat16 {
 
     BADAM_HD static float load(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
 
-    BADAM_HD static uint16_t round(float x) {
-        const uint32_t bits = bits_of(x);
-        const uint32_t nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-        const uint32_t quiet_nan = ((bits >> 16) & 0x8000) | 0x7FC0;
-        return static_cast<uint16_t>(is_nan(bits) ? quiet_nan : nearest);
+    BADAM_HD static uint32_t round(float x) {
+        const uint32_t bits = quiet_bits_of(x);
+        return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     }
 };
 
@@ -73,7 +77,7 @@ struct Float16 {
         return float_of((static_cast<uint32_t>(x & 0x8000) << 16) | static_cast<uint32_t>(value));
     }
 
-    BADAM_HD static uint16_t round(float x) {
+    BADAM_HD static uint32_t round(float x) {
         const uint32_t bits = bits_of(x);
         const int32_t magnitude = magnitude_of(bits);
         const int32_t normal = (magnitude - (112 << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
@@ -82,26 +86,18 @@ struct Float16 {
         const int32_t subnormal = static_cast<int32_t>(bits_of(float_of(bits & 0x7FFFFFFF) + 0.5f)) - 0x3F000000;
         int32_t nearest = magnitude < 0x38800000 ? subnormal : normal;
         nearest = nearest > 0x7C00 ? 0x7C00 : nearest;
-        nearest = is_nan(bits) ? 0x7E00 : nearest;
-        return static_cast<uint16_t>(((bits >> 16) & 0x8000) | static_cast<uint32_t>(nearest));
+        nearest = x != x ? 0x7E00 : nearest;
+        return ((bits >> 16) & 0x8000) | static_cast<uint32_t>(nearest);
     }
 };
 
 // --- weight codecs -------------------------------------------------------------------------------------------------------
 
-struct None {
-    static constexpr const char* name = "";
-};
-
-// An fp32 weight is its own master.
+// An fp32 weight is its own master: nothing to decode.
 struct Plain {
     using Primary = Float32;
-    using Auxiliary = None;
     static constexpr const char* name = "fp32";
     static constexpr const char* auxiliary_name = "";
-
-    BADAM_HD static float decode(float primary, None) { return primary; }
-    BADAM_HD static void encode(float x, float& primary, None&) { primary = x; }
 };
 
 // fp32 bits = (hi << 16) + lo: the parameter is hi, rounded half up, and lo always fits.
@@ -111,18 +107,18 @@ struct Split {
     static constexpr const char* name = "split";
     static constexpr const char* auxiliary_name = "int16";
 
-    // A negative residual under a zero is never written; it is stale, and reads as none.
+    // A negative residual under a zero is never written; it is stale, and reads as none. Only such a pair has a sum of this
+    // magnitude: below zero, or below minus zero, lie the NaNs with the largest bits.
     BADAM_HD static float decode(uint16_t primary, int16_t auxiliary) {
-        const bool stale = ((primary & 0x7FFF) == 0) & (auxiliary < 0);
-        const int32_t residual = stale ? 0 : auxiliary;
-        return float_of((static_cast<uint32_t>(primary) << 16) + static_cast<uint32_t>(residual));
+        const uint32_t hi = static_cast<uint32_t>(primary) << 16;
+        const uint32_t sum = hi + static_cast<uint32_t>(static_cast<int32_t>(auxiliary));
+        return float_of(magnitude_of(sum) >= 0x7FFF8000 ? hi : sum);
     }
 
     BADAM_HD static void encode(float x, uint16_t& primary, int16_t& auxiliary) {
-        const uint32_t bits = bits_of(x);
-        const uint32_t quiet_nan = ((bits >> 16) & 0x8000) | 0x7FC0;
-        primary = static_cast<uint16_t>(is_nan(bits) ? quiet_nan : (bits + 0x8000) >> 16);
-        auxiliary = static_cast<int16_t>(is_nan(bits) ? 0 : bits);  // bits - (hi << 16), which is the low half read as signed
+        const uint32_t bits = quiet_bits_of(x);
+        primary = static_cast<uint16_t>((bits + 0x8000) >> 16);
+        auxiliary = static_cast<int16_t>(bits);  // bits - (hi << 16): the low half, read as signed
     }
 };
 
@@ -139,7 +135,7 @@ struct Master {
     }
 
     BADAM_HD static void encode(float x, uint16_t& primary, float& auxiliary) {
-        primary = Dtype::round(x);
+        primary = static_cast<uint16_t>(Dtype::round(x));
         auxiliary = x;
     }
 };

@@ -1,40 +1,71 @@
-// Compiled once per instruction set, with BADAM_ISA and BADAM_ISA_NAME defined. Instantiates nothing from the standard library: such
-// code would be shared with sources built for a plainer CPU (see codecs.h).
+// Compiled once per instruction set, with BADAM_ISA and BADAM_ISA_NAME defined. Instantiates nothing from the standard
+// library: such code would be shared with sources built for a plainer CPU (see codecs.h).
 #include "kernels.h"
 
 namespace badam {
 inline namespace BADAM_ISA {
 namespace {
 
+// A tile goes through short loops, with its weights and gradients in the first-level cache between them, instead of one long
+// one: a loop body that decodes, divides and encodes fills the CPU's reorder window before the division is through. (Measured
+// on Zen 3, in cache, split: 0.94 -> 0.75 ns per element.) And there is one loop to compile per codec, rule and gradient
+// dtype, not one for each of their combinations.
+constexpr int64_t tile_numel = 256;
+
+template <class Codec>
+__attribute__((noinline)) void decode(const typename Codec::Primary::Storage* __restrict primary,
+                                      const typename Codec::Auxiliary* __restrict auxiliary, float* __restrict w, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) w[i] = Codec::decode(primary[i], auxiliary[i]);
+}
+
+template <class Codec>
+__attribute__((noinline)) void encode(const float* __restrict w, typename Codec::Primary::Storage* __restrict primary,
+                                      typename Codec::Auxiliary* __restrict auxiliary, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) Codec::encode(w[i], primary[i], auxiliary[i]);
+}
+
+template <class Grad>
+__attribute__((noinline)) void load(const typename Grad::Storage* __restrict grad, float* __restrict g, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) g[i] = Grad::load(grad[i]);
+}
+
+template <class Rule>
+__attribute__((noinline)) void apply(float* __restrict w, const float* __restrict g, float* __restrict first,
+                                     float* __restrict second, int64_t n, const Scalars& scalars) {
+    const Scalars s = scalars;  // a copy, which no store can change
+    for (int64_t i = 0; i < n; ++i) {
+        if constexpr (Rule::second_moment) {
+            Rule::update(w[i], g[i] * s.grad_scale, first[i], second[i], s);
+        } else {
+            float unused = 0;
+            Rule::update(w[i], g[i] * s.grad_scale, first[i], unused, s);
+        }
+    }
+}
+
 template <class Rule, class Codec, class Grad>
 void update(const Slots& slots, int64_t begin, int64_t end, const Scalars& scalars) {
-    using Primary = typename Codec::Primary::Storage;
-    using Auxiliary = typename Codec::Auxiliary;
-    constexpr bool has_auxiliary = !__is_same(Auxiliary, None);
-    auto* param = static_cast<Primary*>(slots.param);
-    auto* auxiliary = static_cast<Auxiliary*>(slots.auxiliary);
-    auto* first = static_cast<float*>(slots.m);
-    auto* second = static_cast<float*>(slots.v);
-    auto* grad = static_cast<const typename Grad::Storage*>(slots.grad);
-    const Scalars s = scalars;  // a copy that no store can alias
-    // The slots of a row never overlap.
-#ifdef __clang__
-#pragma clang loop vectorize(assume_safety)
-#else
-#pragma GCC ivdep
-#endif
-    for (int64_t i = begin; i < end; ++i) {
-        Auxiliary aux{};
-        if constexpr (has_auxiliary) aux = auxiliary[i];
-        float w = Codec::decode(param[i], aux);
-        const float g = Grad::load(grad[i]) * s.grad_scale;
-        float m = first[i], v = 0;
-        if constexpr (Rule::second_moment) v = second[i];
-        Rule::update(w, g, m, v, s);
-        Codec::encode(w, param[i], aux);
-        if constexpr (has_auxiliary) auxiliary[i] = aux;
-        first[i] = m;
-        if constexpr (Rule::second_moment) second[i] = v;
+    alignas(64) float decoded[tile_numel], loaded[tile_numel];
+    for (; begin < end; begin += tile_numel) {
+        const int64_t n = end - begin < tile_numel ? end - begin : tile_numel;
+        const auto param = static_cast<typename Codec::Primary::Storage*>(slots.param) + begin;
+        const auto grad = static_cast<const typename Grad::Storage*>(slots.grad) + begin;
+        const auto first = static_cast<float*>(slots.m) + begin;
+        float* second = nullptr;
+        if constexpr (Rule::second_moment) second = static_cast<float*>(slots.v) + begin;
+        const float* g = loaded;
+        if constexpr (__is_same(Grad, Float32))
+            g = grad;
+        else
+            load<Grad>(grad, loaded, n);
+        if constexpr (__is_same(Codec, Plain)) {
+            apply<Rule>(param, g, first, second, n, scalars);
+        } else {
+            const auto auxiliary = static_cast<typename Codec::Auxiliary*>(slots.auxiliary) + begin;
+            decode<Codec>(param, auxiliary, decoded, n);
+            apply<Rule>(decoded, g, first, second, n, scalars);
+            encode<Codec>(decoded, param, auxiliary, n);
+        }
     }
 }
 
