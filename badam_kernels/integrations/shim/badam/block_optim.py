@@ -1,0 +1,7 @@
+"""`badam.block_optim`: the same names."""
+
+from badam_kernels.integrations import badam as _drop_in
+
+
+def __getattr__(name):
+    return getattr(_drop_in, name)
