@@ -6,7 +6,6 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import platform
-import resource
 from collections.abc import Callable, Iterator
 
 import torch
@@ -71,6 +70,8 @@ def _driver() -> str:
 
 
 def _pinning() -> str:
+    import resource  # not there on Windows
+
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     allowed = "unlimited" if limit == resource.RLIM_INFINITY else monitor.readable(limit)
     told = f"memlock limit {allowed}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Iterable
 
@@ -43,9 +42,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this process has held so far: allocated on a CUDA `device`, else resident in the host's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # not there on Windows
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _place(device: torch.device) -> str:
-    return "host_pageable" if device.type == "cpu" else str(device)
+    return "host" if device.type == "cpu" else str(device)

@@ -102,6 +102,7 @@ def test_the_plot_is_a_png(run):
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tiny, run, tmp_path):
     assert finetune(tiny, tmp_path / "resumed", "--save-every", 4, steps=7) == 0
     assert finetune(tiny, tmp_path / "resumed", "--save-every", 4, "--resume", steps=20) == 0
+    assert metrics(tmp_path / "resumed")["steps_of_this_process"] == 13
     for name in ("model.safetensors", "checkpoint-20/model.safetensors"):
         ours, theirs = load_file(tmp_path / "resumed" / name), load_file(run / name)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -69,7 +69,7 @@ def prepare(settings: Settings) -> Path | None:
         if _step(checkpoint) > settings.steps:
             raise ValueError(f"{checkpoint} has more steps than --steps {settings.steps}")
     elif checkpoint is not None:
-        raise FileExistsError(f"{settings.out!r} holds a run ({checkpoint.name}); continue it with --resume, or give another --out")
+        raise FileExistsError(f"{settings.out!r} holds a run ({checkpoint.name}); go on with --resume, or give another --out")
     out.mkdir(parents=True, exist_ok=True)
     (out / _FILE).write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
     return checkpoint

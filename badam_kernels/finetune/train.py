@@ -44,12 +44,8 @@ def run(settings: Settings, say: Callable[[str], None]) -> dict:
     say(f"held-out loss before: {before['loss']:.4f}\nsample before: {before['sample']}")
     optimizer = BlockAdam(
         model.named_parameters(),
-        lr=settings.lr,
-        schedule=settings.schedule,
-        switch_every=settings.switch_every,
-        format=settings.format,
         max_grad_norm=1.0,
-        seed=settings.seed,
+        **{name: getattr(settings, name) for name in ("lr", "schedule", "switch_every", "format", "seed")},
     )
     trainer, clock = _trainer(settings, model, optimizer, split.train)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -66,16 +62,16 @@ def run(settings: Settings, say: Callable[[str], None]) -> dict:
         "held_out_tokens": split.held_out.numel(),
         "before": before,
         "after": after,
+        "steps_of_this_process": clock.steps,
         "tokens_per_second": clock.steps * settings.batch * settings.length / clock.seconds if clock.steps else None,
         "peak_memory_bytes": monitor.peak_memory_bytes(device),
         "memory_bytes": memory,
         "history": [entry for entry in trainer.state.log_history if "loss" in entry],
     }
-    out = Path(settings.out)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    plot(out / "loss.png", metrics["history"], (before["loss"], after["loss"]), num_blocks)
+    for saved in (model, tokenizer):
+        saved.save_pretrained(settings.out)
+    (Path(settings.out) / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    plot(Path(settings.out) / "loss.png", metrics["history"], (before["loss"], after["loss"]), num_blocks)
     return metrics
 
 
