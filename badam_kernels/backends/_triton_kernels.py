@@ -251,8 +251,9 @@ def norm(table, partials, chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
             total, large = _sum_squares(row, start, CHUNK, BLOCK, tl.bfloat16)
         else:
             total, large = _sum_squares(row, start, CHUNK, BLOCK, tl.float16)
-    tl.store(partials + 2 * chunk, total)
-    tl.store(partials + 2 * chunk + 1, large)
+    pair = partials + 2 * chunk.to(tl.int64)
+    tl.store(pair, total)
+    tl.store(pair + 1, large)
 
 
 # --- finish ---------------------------------------------------------------------------------------------------------
