@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import backends, blocks as partitions, checkpoint, formats, groups as named_groups, rules
 from .blocks import Block, Partition, Span
+from .progress import Progress
 from .schedule import Schedule
 from .store import Store
 from .visit import Row, Visit
@@ -100,7 +101,7 @@ class BlockAdam(torch.optim.Optimizer):
         self._switch_hooks: OrderedDict[int, Callable] = OrderedDict()
         self._told: set[str] = set()
         self.grad_norm: Any = None
-        self.global_step = 0
+        self._progress = Progress()
         self._active = self._schedule(0)
 
         trained = [p for p in named.values() if p.requires_grad]
@@ -127,6 +128,11 @@ class BlockAdam(torch.optim.Optimizer):
     def active_block_index(self) -> int:
         """Index of `active_block` in `blocks`."""
         return self._active
+
+    @property
+    def global_step(self) -> int:
+        """Successful steps so far. Waits for the device where only that knows whether the last ones were."""
+        return self._progress.settle()
 
     def register_switch_hook(self, hook: Callable[[BlockAdam, Block, Block], None]) -> RemovableHandle:
         """Call ``hook(optimizer, old_block, new_block)`` after every switch. The handle's ``remove()`` ends that."""
@@ -160,15 +166,13 @@ class BlockAdam(torch.optim.Optimizer):
         visit = self._visit
         if visit.refresh() < len(visit.rows):
             self._tell_missing(visit.missing())
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) != 0.0:
-            return loss
-        scale = None if grad_scale is None else 1.0 / float(grad_scale)
-        self.grad_norm, overflow = self._backend.apply(visit, scale, self.max_grad_norm)
-        if not overflow:
-            # Backends write through raw pointers; autograd must know that saved tensors are out of date.
-            torch.autograd.graph.increment_version(self._written)
-            self.global_step += 1
+        grad_scale = getattr(self, "grad_scale", None)
+        scale = None if grad_scale is None else 1.0 / torch.as_tensor(grad_scale).double()
+        self.grad_norm, overflow = self._backend.apply(visit, scale, self.max_grad_norm, getattr(self, "found_inf", None))
+        # Backends write through raw pointers; autograd must know that saved tensors are out of date.
+        torch.autograd.graph.increment_version(self._written)
+        self._progress.add(overflow)
+        if self._schedule(self._progress.at_most) != self._active:
             following = self._schedule(self.global_step)
             if following != self._active:
                 self._switch(following)
@@ -268,7 +272,7 @@ class BlockAdam(torch.optim.Optimizer):
 
     def _resume(self, global_step: int, schedule: Schedule, moments: dict[Span, dict[str, Tensor]]) -> None:
         """Continue at `global_step`, with `moments` where they live for the visit; the store is already set."""
-        old, self._schedule, self.global_step = self.active_block, schedule, global_step
+        old, self._schedule, self._progress = self.active_block, schedule, Progress(global_step)
         self._active = schedule(global_step)
         self._require_grad(old, False, {span.name for span in self.active_block.spans})
         self._require_grad(self.active_block, True)

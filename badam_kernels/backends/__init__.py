@@ -4,13 +4,16 @@ A backend is an object with
 
 ``name``                                its word
 ``unavailable(device) -> str | None``   why it cannot serve `device`; None if it can
-``apply(visit, scale, max_norm)``       one step over ``visit.rows`` whose table was refreshed
+``apply(visit, scale, max_norm, found_inf=None)``   one step over ``visit.rows`` whose table was refreshed
 
 `apply` multiplies every gradient by ``scale * clip``, with ``clip = min(1, max_norm / (norm + 1e-6))`` and `norm` the L2 norm
 of all scaled gradients of the block (torch.nn.utils.clip_grad_norm_'s formula), updates every row that has a gradient and
 advances its step. It returns ``(norm, found_inf)``. With `scale` and `max_norm` both None no norm is computed, and
 ``(None, False)`` comes back. If a gradient is not finite, nothing is written, no step advances, and found_inf is True.
 Gradients are never written.
+
+`scale` may be a tensor of one element, and `found_inf` one that is not zero where the step must be skipped, as a GradScaler has
+them on the device. A backend that works asynchronously returns its answers as tensors there, valid until the next `apply`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import warnings
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..visit import Visit
 
@@ -31,7 +35,9 @@ class Backend(Protocol):
 
     def unavailable(self, device: torch.device) -> str | None: ...
 
-    def apply(self, visit: Visit, scale: float | None, max_norm: float | None) -> tuple[Any, Any]: ...
+    def apply(
+        self, visit: Visit, scale: float | Tensor | None, max_norm: float | None, found_inf: Tensor | None = None
+    ) -> tuple[Any, Any]: ...
 
 
 BACKENDS = ("triton", "cpu", "reference")

@@ -7,6 +7,7 @@ other sources is refused, since it would read the table wrongly.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .. import formats, rules
 from ..visit import COLUMNS, HYPER, Visit
@@ -65,7 +66,13 @@ class _Cpu:
         return f"it serves CPU tensors, not {device.type}" if device.type != "cpu" else self._problem
 
     def apply(
-        self, visit: Visit, scale: float | None, max_norm: float | None, *, isa: str | None = None
+        self,
+        visit: Visit,
+        scale: float | Tensor | None,
+        max_norm: float | None,
+        found_inf: Tensor | None = None,
+        *,
+        isa: str | None = None,
     ) -> tuple[float | None, bool]:
         """`isa` picks one of `isas()`. Bits depend neither on it nor on the number of threads, torch.get_num_threads()."""
         rule = self._rules.get(visit.rule)

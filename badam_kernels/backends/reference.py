@@ -25,12 +25,16 @@ class _Reference:
         return None
 
     @torch.no_grad()
-    def apply(self, visit: Visit, scale: float | None, max_norm: float | None) -> tuple[float | None, bool]:
+    def apply(
+        self, visit: Visit, scale: float | Tensor | None, max_norm: float | None, found_inf: Tensor | None = None
+    ) -> tuple[float | None, bool]:
+        if found_inf is not None and float(found_inf) != 0.0:
+            return None, True
         present = visit.table[:, GRAD] != 0
         rows = [row for row, has_grad in zip(visit.rows, present.tolist()) if has_grad]
         norm, factor = None, 1.0
         if scale is not None or max_norm is not None:
-            factor = 1.0 if scale is None else scale
+            factor = 1.0 if scale is None else float(scale)
             norm = math.sqrt(sum(float(_grad(row).double().square().sum()) for row in rows)) * abs(factor)
             if not math.isfinite(norm):
                 return norm, True

@@ -96,7 +96,7 @@ class _State:
 
     def __init__(self, visit: Visit, tile: Tile):
         rows, device = len(visit.rows), visit.device
-        self.tile = tile
+        self.tile, self.params = tile, [row.param for row in visit.rows]
         self.table = _Mirror((rows, kernels.WIDTH.value), torch.int64, device)
         self.hyper = _Mirror((2 + len(visit.hyper),), torch.float64, device)
         self.steps = visit.table[:, STEP].contiguous().to(device)
@@ -201,7 +201,7 @@ class _Triton:
                         num_warps=state.tile.warps,
                     )  # fmt: skip
         # Raw writes are invisible to autograd, which would use a weight saved for a backward pass in its new state.
-        torch.autograd.graph.increment_version([row.param for row in visit.rows])
+        torch.autograd.graph.increment_version(state.params)
         norm = state.norm if measured else None
         return norm, state.found_inf if measured or found_inf is not None else False
 
