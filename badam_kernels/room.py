@@ -57,19 +57,15 @@ class Room:
         if self._acquired:
             if host.keys() == self.holds.keys():
                 return self.holds
-            raise RuntimeError(f"{self.device} holds the slots of another block; flush them first")
+            raise ValueError(f"{self.device} holds the slots of another block; flush them first")
         error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-            if list(host) != list(self.holds):
-                self._load(host)
-            self.stager.acquire(self._stream())
-        except (RuntimeError, MemoryError) as error:
-            raise RuntimeError(
-                f"the block's slots could not be moved to or from {self.device}: {error}. Weights and slots are as the last step "
-                f"left them: call step() again to retry, or save state_dict() and restart."
-            ) from error
+        if error is not None:
+            raise error
+        if list(host) != list(self.holds):
+            self._load(host)
+        self.stager.acquire(self._stream())
+        if self.stager.settled():
+            self._leaving.clear()
         self._acquired = True
         return dict(self.holds)
 
@@ -88,10 +84,8 @@ class Room:
         for span in spans:
             del self.holds[span]
         self._acquired = bool(self.holds)
+        self._leaving.update(spans)
         try:
-            if self.stager.settled():
-                self._leaving.clear()
-            self._leaving.update(spans)
             self.stager.flush(pieces, self._stream())
         except RuntimeError as error:
             self._error = error
@@ -119,7 +113,7 @@ class Room:
         """Lay `host` out in the room and start to move it in."""
         self.holds, self._host = {}, host
         sizes = [aligned(value.nbytes) for slots in host.values() for value in slots.values()]
-        if self.nbytes < sum(sizes):
+        if self._buffer is None or self.nbytes < sum(sizes):
             self.stager.settle()
             self.stager.synchronize()
             self._buffer = None  # before the new one is there: a device may not have space for both
@@ -143,9 +137,11 @@ class Room:
         for span in spans:
             for slot, value in self.holds[span].items():
                 room, host, size = value.data_ptr(), self._host[span][slot].data_ptr(), aligned(value.nbytes)
+                if not size:
+                    continue
                 if pieces and room == pieces[-1][0] + pieces[-1][2] and host == pieces[-1][1] + pieces[-1][2]:
                     pieces[-1] = (*pieces[-1][:2], pieces[-1][2] + size)
-                elif size:
+                else:
                     pieces.append((room, host, size))
         return pieces
 

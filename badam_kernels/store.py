@@ -68,18 +68,27 @@ class Store:
         then, and another call tries again.
         """
         spans = list(spans)
-        room = self._room(device)
-        if room is None:
-            fetched = {span: self.read(span) for span in spans}
-        else:
-            fetched = room.fetch({span: self._host[span] for span in spans})
+        try:
+            room = self._room(device)
+            if room is None:
+                fetched = {span: self.read(span) for span in spans}
+            else:
+                fetched = room.fetch({span: self._host[span] for span in spans})
+        except (RuntimeError, MemoryError) as error:
+            raise RuntimeError(
+                f"the block's slots could not be moved to or from {device}: {error}. Weights and slots are as the last step left "
+                "them: call step() again to retry, or save state_dict() and restart."
+            ) from error
         self._fetched.update(fetched)
         self._touched.update(spans)
         return fetched
 
     def prefetch(self, spans: Iterable[Span], device: torch.device) -> None:
         """Start to move the slots of `spans` to `device`, for the `fetch` to come. A failure is raised there."""
-        room = self._room(device)
+        try:
+            room = self._room(device)
+        except RuntimeError:
+            return  # `fetch` meets it again
         if room is not None:
             room.prefetch({span: self._host[span] for span in spans})
 
@@ -174,7 +183,7 @@ class Store:
     def _reserve(self, slab_bytes: list[int], cuda: torch.device | None) -> tuple[list, bool]:
         """Zeroed memory for every slab, and whether it is pinned."""
         if _C is None:
-            return [_PlainSlab(-1, size) for size in slab_bytes], False
+            return [_PlainSlab(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for size in slab_bytes], False
         if cuda is not None and not torch.version.hip:
             try:
                 context = self._context(cuda)

@@ -69,15 +69,11 @@ Slab::~Slab() {
         return;
     }
     if (!context_->driver->usable()) return;  // a forked child: the parent's pinned memory is not mapped here
-    try {
-        const Context::Scope scope(*context_);
-        if (pinning_ == Pinning::allocated)
-            context_->driver->cuMemFreeHost.code(data_);
-        else
-            context_->driver->cuMemHostUnregister.code(data_);
-    } catch (const DriverError&) {
-        // The device is gone, and its hold on these pages with it.
-    }
+    const Context::Scope scope(*context_, std::nothrow);
+    if (pinning_ == Pinning::allocated)
+        context_->driver->cuMemFreeHost.code(data_);
+    else
+        context_->driver->cuMemHostUnregister.code(data_);
     if (pinning_ == Pinning::registered) unmap();
 }
 

@@ -42,11 +42,16 @@ Context::~Context() {
     if (driver->usable()) driver->cuDevicePrimaryCtxRelease.code(device_);
 }
 
-Context::Scope::Scope(const Context& context) : driver_(*context.driver) { driver_.cuCtxPushCurrent(context.handle_); }
+Context::Scope::Scope(const Context& context) : driver_(*context.driver), pushed_(true) {
+    driver_.cuCtxPushCurrent(context.handle_);
+}
+
+Context::Scope::Scope(const Context& context, std::nothrow_t)
+    : driver_(*context.driver), pushed_(!driver_.cuCtxPushCurrent.code(context.handle_)) {}
 
 Context::Scope::~Scope() {
     void* popped;
-    driver_.cuCtxPopCurrent.code(&popped);
+    if (pushed_) driver_.cuCtxPopCurrent.code(&popped);
 }
 
 }  // namespace badam

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -102,12 +103,15 @@ public:
     class Scope {
     public:
         explicit Scope(const Context& context);
+        // For those who give back: goes on without, if the context cannot be made current.
+        Scope(const Context& context, std::nothrow_t);
         ~Scope();
         Scope(const Scope&) = delete;
         Scope& operator=(const Scope&) = delete;
 
     private:
         const Driver& driver_;
+        const bool pushed_;
     };
 
     const std::shared_ptr<const Driver> driver;

@@ -34,13 +34,9 @@ public:
     }
     ~DriverCopier() override {
         if (!driver_.usable()) return;
-        try {
-            const Context::Scope scope(*context_);
-            for (void* stream : streams_) driver_.cuStreamSynchronize.code(stream);
-            destroy();
-        } catch (const DriverError&) {
-            // The device is gone, and its streams with it.
-        }
+        const Context::Scope scope(*context_, std::nothrow);
+        for (void* stream : streams_) driver_.cuStreamSynchronize.code(stream);
+        destroy();
     }
 
     void copy(Lane lane, std::byte* to, const std::byte* from, size_t bytes) override {
@@ -81,7 +77,9 @@ public:
         void* data = nullptr;
         if (driver_.cuMemHostAlloc.code(&data, bytes, host_memory_portable)) return {};
         return {static_cast<std::byte*>(data), [context = context_](std::byte* data) {
-                    release(*context, [&] { context->driver->cuMemFreeHost.code(data); });
+                    if (!context->driver->usable()) return;
+                    const Context::Scope scope(*context, std::nothrow);
+                    context->driver->cuMemFreeHost.code(data);
                 }};
     }
 
@@ -93,7 +91,9 @@ private:
         void* handle = nullptr;
         driver_.cuEventCreate(&handle, event_disable_timing);
         Event event(handle, [context = context_](void* handle) {
-            release(*context, [&] { context->driver->cuEventDestroy.code(handle); });
+            if (!context->driver->usable()) return;
+            const Context::Scope scope(*context, std::nothrow);
+            context->driver->cuEventDestroy.code(handle);
         });
         driver_.cuEventRecord(handle, stream);
         return event;
@@ -104,16 +104,6 @@ private:
         driver_.cuStreamWaitEvent(stream, event.get(), 0);
     }
 
-    // Gives something back to the driver, unless it is gone.
-    template <class Give>
-    static void release(const Context& context, Give give) {
-        if (!context.driver->usable()) return;
-        try {
-            const Context::Scope scope(context);
-            give();
-        } catch (const DriverError&) {
-        }
-    }
     void destroy() {
         for (void* stream : streams_)
             if (stream) driver_.cuStreamDestroy.code(stream);

@@ -35,10 +35,10 @@ Stager::~Stager() {
 void Stager::flush(const std::vector<Piece>& pieces, Stream compute) {
     check_process();
     const std::lock_guard lock(mutex_);
-    forget_done();
     for (const Piece& chunk : cut(pieces)) unsent_.push_back(chunk);
     compute_ = compute;
     send();
+    forget_done();
 }
 
 void Stager::prefetch(const std::vector<Piece>& pieces, Stream compute) {

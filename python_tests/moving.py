@@ -8,19 +8,17 @@ from badam_kernels import _C
 from badam_kernels.room import Room
 from badam_kernels.store import Store
 
-CHUNK_BYTES = 256
-
 
 class MovingStore(Store):
-    """A store whose slots move on the CPU too, in chunks of CHUNK_BYTES.
+    """A store whose slots move on the CPU too, in small chunks.
 
     standin   a `standin.StandIn`, None for threads
     compute   the stand-in's stream that computes; None: the host does, and waits for what it fetches
     pinned    whether to ask for pinned memory
     """
 
-    def __init__(self, layout, devices=(), *, standin=None, compute=None, pinned=True):
-        self.standin, self.compute = standin, compute
+    def __init__(self, layout, devices=(), *, standin=None, compute=None, pinned=True, chunk_bytes=256):
+        self.standin, self.compute, self.chunk_bytes = standin, compute, chunk_bytes
         self._own_stream = standin.stream() if standin and compute is None else None
         super().__init__(layout, [torch.device("cuda", 0)] if standin and pinned else [])
 
@@ -38,7 +36,7 @@ class MovingStore(Store):
 
     def _room(self, device):
         if device not in self._rooms:
-            stager = _C.Stager(self._context(device) if self.standin else None, CHUNK_BYTES, self._pinned)
+            stager = _C.Stager(self._context(device) if self.standin else None, self.chunk_bytes, self._pinned)
             self._rooms[device] = _Room(device, stager, self._slabs)
             self._rooms[device].stream = self.compute or self._own_stream or 0
         return self._rooms[device]

@@ -437,4 +437,9 @@ void standin_observe(void* stream, uint8_t* to, const uint8_t* from, size_t coun
     of(stream)->work([=] { std::memcpy(to, from, count); });
 }
 
+// A kernel: calls `function`.
+void standin_call(void* stream, void (*function)(void*)) {
+    of(stream)->work([=] { function(nullptr); });
+}
+
 }  // extern "C"
