@@ -1,0 +1,129 @@
+"""One optimizer step on one block of a 2048 x 5632 Llama layer: ours beside torch, badam and DeepSpeed, in one run.
+
+    python benchmarks/bench_step.py --device cpu            the step, as ns per parameter and share of the bandwidth
+    python benchmarks/bench_step.py --device cpu --host     what a step costs outside its kernel
+
+Contenders take turns and the least of their times counts, so that a busy machine disturbs all alike. None is timed before
+its weights agree with an fp64 AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from contenders import HYPER, Block, Contender, all_contenders
+from host_time import host_times
+
+from badam_kernels.backends.cpu import isas
+
+RESULTS = Path(__file__).parent / "results"
+HIDDEN, INNER = 2048, 5632
+
+
+def llama_layer(hidden: int, inner: int) -> list[tuple[int, ...]]:
+    return [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)] + [(hidden,)] * 2
+
+
+def check(device: torch.device) -> None:
+    """Three steps of every contender on a small layer agree with fp64; raises AssertionError."""
+    block = Block.random(llama_layer(64, 176))
+    expected = [fp64_adamw(w, block.grads[name], steps=3) for name, w in block.weights.items()]
+    for contender in all_contenders(block, device):
+        for _ in range(3):
+            contender.prepare()
+            contender.step()
+        for got, want in zip(contender.masters(), expected):
+            error = (got.double() - want).abs()
+            # Half an ulp of the weight per step, and an update right to a thousandth.
+            assert (error <= 3 * (2**-24 * want.abs() + 1e-3 * HYPER["lr"])).all(), f"{contender.name} is wrong by {error.max():.1e}"
+
+
+def fp64_adamw(w: torch.Tensor, g: torch.Tensor, steps: int) -> torch.Tensor:
+    w, g = w.double().view(-1), g.double().view(-1)
+    (b1, b2), m, v = HYPER["betas"], torch.zeros_like(w), torch.zeros_like(w)
+    for t in range(1, steps + 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        update = m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + HYPER["eps"])
+        w = w - HYPER["lr"] * (update + HYPER["weight_decay"] * w)
+    return w
+
+
+def in_place_pass(bytes_moved: int) -> Callable[[], object]:
+    """torch multiplying a buffer in place, on the same threads, until it has moved that many bytes.
+
+    A fair yardstick: like an optimizer it reads and writes memory it cannot keep in cache, with next to no arithmetic.
+    """
+    buffer = torch.ones(bytes_moved // 8)
+    return lambda: buffer.mul_(1.0)
+
+
+def least_times(contenders: list[Contender], rounds: int) -> dict[str, float]:
+    best: dict[str, float] = {}
+    for _ in range(rounds + 1):  # the first round warms up
+        for contender in contenders:
+            contender.prepare()
+            started = time.perf_counter()
+            contender.step()
+            elapsed = time.perf_counter() - started
+            best[contender.name] = min(best.get(contender.name, float("inf")), elapsed)
+    return best
+
+
+def measure(device: torch.device, rounds: int) -> list[dict]:
+    block = Block.random(llama_layer(HIDDEN, INNER))
+    contenders = all_contenders(block, device)
+    moved = max(c.moved_bytes for c in contenders[:2])
+    sweep = in_place_pass(moved * block.numel)
+    yardstick = Contender("in-place pass", moved, lambda: None, sweep, lambda: [])
+    contenders.insert(0, yardstick)
+    best = least_times(contenders, rounds)
+    peak = moved * block.numel / best[yardstick.name]
+    return [row(c, best[c.name] / block.numel, peak) for c in contenders]
+
+
+def row(contender: Contender, seconds: float, peak: float) -> dict:
+    rate = contender.moved_bytes / seconds
+    return {
+        "step": contender.name,
+        "ns/param": f"{seconds * 1e9:.3f}",
+        "bytes/param": contender.moved_bytes,
+        "GB/s": f"{rate / 1e9:.1f}",
+        "% of in-place": f"{100 * rate / peak:.0f}",
+    }
+
+
+def report(rows: list[dict], name: str) -> None:
+    widths = {key: max(len(key), *(len(str(r[key])) for r in rows)) for key in rows[0]}
+    for line in ({key: key for key in widths}, *rows):
+        print("  ".join(f"{line[key]!s:>{width}}" for key, width in widths.items()))
+    RESULTS.mkdir(exist_ok=True)
+    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"written to benchmarks/results/{name}.csv")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    parser.add_argument("--rounds", type=int, default=10, help="timed rounds; the least time of each contender counts")
+    parser.add_argument("--host", action="store_true", help="measure the host time of a step instead")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, extension: {isas()[-1:] or 'none'}")
+    if arguments.host:
+        report(host_times(arguments.rounds), f"host_{device.type}")
+        return
+    check(device)
+    report(measure(device, arguments.rounds), f"step_{device.type}")
+
+
+if __name__ == "__main__":
+    main()
