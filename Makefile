@@ -15,7 +15,7 @@ INSTALLED := setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 
 demo: $(VENV)/demo.stamp
 	rm -rf $(DEMO)
-	$(BIN)/python -m badam_kernels finetune --out $(DEMO) --steps 80 --lr 3e-4 --switch-every 4
+	$(BIN)/python -m badam_kernels finetune --out $(DEMO) --steps 72 --lr 3e-4 --switch-every 4
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -19,7 +19,7 @@ def plot(path: Path, history: list[dict], held_out: tuple[float, float], num_blo
     above.plot(steps, [entry["loss"] for entry in history], color="0.6", linewidth=1, label="training, each batch")
     above.plot([0, steps[-1]], held_out, "o--", color="C0", label=f"held out: {held_out[0]:.3f} before, {held_out[1]:.3f} after")
     above.set_ylabel("loss (nats per token)")
-    above.legend()
+    above.legend(loc="upper right")
     below.step([0, *steps], [history[0]["block"], *(entry["block"] for entry in history)], where="pre", color="C1")
     below.set_ylim(-0.5, num_blocks - 0.5)
     below.set_ylabel("active block")
