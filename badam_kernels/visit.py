@@ -21,6 +21,7 @@ PARAM, AUXILIARY, M, V, GRAD, NUMEL, CODEC, GRAD_DTYPE, GROUP, STEP = range(len(
 HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 """What `Visit.hyper` lists for each parameter group."""
 
+_NO_GRADIENT = -1
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(PARAM_DTYPES)}
 
 
@@ -57,6 +58,7 @@ class Visit:
     groups    the optimizer's parameter groups, live: read at every step
     table     int64 CPU tensor (rows, COLUMNS); `refresh` keeps it true, a backend advances its step column
     version   grows whenever `refresh` changes the table, so that a backend knows when its copy is out of date
+    layout    grows whenever a gradient comes, goes or changes its dtype
     counters  int64 tensor that a backend advances instead of the step column, on the device; None if it does not
     state     what the backend keeps with this visit
 
@@ -79,9 +81,10 @@ class Visit:
             )
             self._live.append((param, param.data_ptr(), param.numel(), param.dtype, row.span.start))
         self._grads = [0] * len(self.rows)
-        self._grad_dtypes = [0] * len(self.rows)
+        self._grad_dtypes = [_NO_GRADIENT] * len(self.rows)
+        self._grad_column = self.table[:, GRAD]
         self._copies: list[Tensor] = []
-        self.version = 0
+        self.version = self.layout = 0
         self.counters: Tensor | None = None
         self.state: Any = None
 
@@ -111,7 +114,7 @@ class Visit:
             grad = param.grad
             if grad is None:
                 grads.append(0)
-                dtypes.append(0)
+                dtypes.append(_NO_GRADIENT)
                 continue
             if grad.layout is not torch.strided or not grad.is_contiguous() or grad.numel() != numel:
                 grad = self._contiguous(i, grad)
@@ -121,13 +124,14 @@ class Visit:
             grads.append(grad.data_ptr() + start * grad.itemsize)
             dtypes.append(code)
         if grads != self._grads:
-            self.table[:, GRAD] = torch.tensor(grads)
+            self._grad_column.copy_(torch.tensor(grads))
             self._grads = grads
             self.version += 1
         if dtypes != self._grad_dtypes:
-            self.table[:, GRAD_DTYPE] = torch.tensor(dtypes)
+            self.table[:, GRAD_DTYPE] = torch.tensor(dtypes).clamp(min=0)
             self._grad_dtypes = dtypes
             self.version += 1
+            self.layout += 1
         return len(grads) - grads.count(0)
 
     def missing(self) -> list[str]:

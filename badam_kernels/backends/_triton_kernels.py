@@ -16,9 +16,9 @@ import triton.language as tl
 
 __all__ = ["CODECS", "GRADS", "RULES", "SCALARS", "WIDTH", "finish", "norm", "update"]
 
-# Columns of the device's table, and how many there are.
-PARAM, AUXILIARY, M, V, GRAD, NUMEL, GROUP, GRAD_DTYPE, BOUND, FIRST, FIRST_NORM = map(tl.constexpr, range(11))
-WIDTH = tl.constexpr(11)
+# Columns of the device's table, and how many there are. The first ones are visit.py's.
+PARAM, AUXILIARY, M, V, GRAD, NUMEL, CODEC, GRAD_DTYPE, GROUP, STEP, BOUND, FIRST, FIRST_NORM = map(tl.constexpr, range(13))
+WIDTH = tl.constexpr(13)
 # Columns of the scalars, fp32, one line per row.
 GRAD_SCALE, STEP_SIZE, BETA1, ONE_MINUS_BETA1, ONE_MINUS_BETA2, ROOT_SCALE, EPS, DECAY = map(tl.constexpr, range(8))
 SCALARS = tl.constexpr(8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..formats import PARAM_DTYPES
-from ..visit import AUXILIARY, CODEC, GRAD, GRAD_DTYPE, GROUP, NUMEL, PARAM, STEP, M, V, Visit
+from ..visit import CODEC, COLUMNS, GRAD, GRAD_DTYPE, NUMEL, STEP, Visit
 
 try:
     import triton
@@ -52,17 +52,15 @@ TILES = {
 """By architecture. A wavefront of AMD's has 64 threads; the interpreter pays per operation, not per element."""
 
 _SLOTS = 8
-_TABLE = (PARAM, AUXILIARY, M, V, GRAD, NUMEL, GROUP, GRAD_DTYPE)
-"""Columns of `Visit.table` that begin a row of the device's."""
 
 
 class _Mirror:
     """A device tensor that follows a host tensor: copied asynchronously, from pinned slots guarded by events."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, host: Tensor, device: torch.device):
+        self.tensor = torch.empty_like(host, device=device)
         pinned = device.type == "cuda"
-        self._slots = [torch.zeros(shape, dtype=dtype, pin_memory=True) for _ in range(_SLOTS)] if pinned else []
+        self._slots = [torch.empty_like(host, pin_memory=True) for _ in range(_SLOTS)] if pinned else []
         self._events = [torch.cuda.Event() for _ in self._slots]
         self._sent = 0
 
@@ -97,21 +95,22 @@ class _State:
     def __init__(self, visit: Visit, tile: Tile):
         rows, device = len(visit.rows), visit.device
         self.tile, self.params = tile, [row.param for row in visit.rows]
-        self.table = _Mirror((rows, kernels.WIDTH.value), torch.int64, device)
-        self.hyper = _Mirror((2 + len(visit.hyper),), torch.float64, device)
+        self._host = torch.zeros(rows, kernels.WIDTH.value, dtype=torch.int64)
+        self._copied, self._bounds = self._host[:, : len(COLUMNS)], self._host[:, kernels.BOUND.value]
+        self._addresses, self._vectors = visit.table[:, : GRAD + 1], visit.table[:, NUMEL] // 16
+        first, self.norm_chunks = _chunks(visit.table[:, NUMEL], tile.chunk, device)
+        self._host[:, kernels.FIRST_NORM.value] = first
+        self.table = _Mirror(self._host, device)
+        self.hyper = _Mirror(torch.empty(2 + len(visit.hyper), dtype=torch.float64), device)
         self.steps = visit.table[:, STEP].contiguous().to(device)
         self.scalars = torch.zeros(rows, kernels.SCALARS.value, device=device)
+        self.partials = torch.zeros(2 * len(self.norm_chunks), device=device)
         self.result = torch.zeros(2, device=device)
         self.norm, self.found_inf = self.result.unbind()
-        self._host = torch.zeros(rows, kernels.WIDTH.value, dtype=torch.int64)
-        self._classes = torch.full((rows,), -1)
-        self._version: int | None = None
-        self._values: list[float] = []
         self.launches: list[_Launch] = []
-        numel = visit.table[:, NUMEL]
-        first, self.norm_chunks = _chunks(numel, tile.chunk, device)
-        self._host[:, kernels.FIRST_NORM.value] = first
-        self.partials = torch.zeros(2 * len(self.norm_chunks), device=device)
+        self._classes = torch.full((rows,), -1)
+        self._values: list[float] = []
+        self._version = self._layout = -1
 
     def upload(self, visit: Visit, scale: float, max_norm: float) -> None:
         """Bring what changed on the host since the last step to the device."""
@@ -119,22 +118,24 @@ class _State:
         if values != self._values:
             self.hyper.send(torch.tensor(values, dtype=torch.float64))
             self._values = values
+        if visit.layout != self._layout:
+            self._classify(visit)
+            self._layout = visit.layout
         if visit.version != self._version:
-            self._upload_table(visit)
+            self._copied.copy_(visit.table)
+            # One misaligned address makes the whole row take the scalar path: its vectors would fault.
+            torch.mul(self._vectors, (self._addresses % 16 == 0).all(1), out=self._bounds)
+            self.table.send(self._host)
             self._version = visit.version
 
-    def _upload_table(self, visit: Visit) -> None:
-        table, host = visit.table, self._host
-        host[:, : len(_TABLE)] = table[:, _TABLE]
-        # One misaligned address makes the whole row take the scalar path: its vectors would fault.
-        aligned = (table[:, PARAM] | table[:, AUXILIARY] | table[:, M] | table[:, V] | table[:, GRAD]) % 16 == 0
-        host[:, kernels.BOUND.value] = table[:, NUMEL] // 16 * aligned
-        # A row without a gradient keeps its class, so that experts may come and go without a new plan.
+    def _classify(self, visit: Visit) -> None:
+        """Plan anew if a row's codec and gradient dtype are no longer those of its launch."""
+        table = visit.table
+        # A row without a gradient stays where it is, so that experts may come and go.
         classes = torch.where(table[:, GRAD] != 0, table[:, CODEC] * len(PARAM_DTYPES) + table[:, GRAD_DTYPE], self._classes)
         if not torch.equal(classes, self._classes):
             self._classes = classes
             self._plan(visit)
-        self.table.send(host)
 
     def _plan(self, visit: Visit) -> None:
         rule, moments = kernels.RULES[visit.rule.name]
