@@ -2,6 +2,7 @@
 
     python benchmarks/bench_step.py --device cpu            the step, as ns per parameter and share of the bandwidth
     python benchmarks/bench_step.py --device cpu --host     what a step costs outside its kernel
+    python benchmarks/bench_step.py --device cuda           the step on layers of real models, as share of a copy's bandwidth
 
 Contenders take turns and the least of their times counts, so that a busy machine disturbs all alike. None is timed before
 its weights agree with an fp64 AdamW.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import torch
 from contenders import HYPER, Block, Contender, all_contenders
+from cuda_step import measure_on_gpu
 from host_time import host_times
 
 from badam_kernels.backends.cpu import isas
@@ -32,7 +34,7 @@ def llama_layer(hidden: int, inner: int) -> list[tuple[int, ...]]:
 
 def check(device: torch.device) -> None:
     """Three steps of every contender on a small layer agree with fp64; raises AssertionError."""
-    block = Block.random(llama_layer(64, 176))
+    block = Block.random(llama_layer(64, 176)).to(device)
     expected = [fp64_adamw(w, block.grads[name], steps=3) for name, w in block.weights.items()]
     for contender in all_contenders(block, device):
         for _ in range(3):
@@ -41,7 +43,8 @@ def check(device: torch.device) -> None:
         for got, want in zip(contender.masters(), expected):
             error = (got.double() - want).abs()
             # Half an ulp of the weight per step, and an update right to a thousandth.
-            assert (error <= 3 * (2**-24 * want.abs() + 1e-3 * HYPER["lr"])).all(), f"{contender.name} is wrong by {error.max():.1e}"
+            bound = 3 * (2**-24 * want.abs() + 1e-3 * HYPER["lr"])
+            assert (error <= bound).all(), f"{contender.name} is wrong by up to {error.max():.1e}"
 
 
 def fp64_adamw(w: torch.Tensor, g: torch.Tensor, steps: int) -> torch.Tensor:
@@ -77,7 +80,7 @@ def least_times(contenders: list[Contender], rounds: int) -> dict[str, float]:
 
 def measure(device: torch.device, rounds: int) -> list[dict]:
     block = Block.random(llama_layer(HIDDEN, INNER))
-    contenders = all_contenders(block, device)
+    contenders = list(all_contenders(block, device))
     moved = max(c.moved_bytes for c in contenders[:2])
     sweep = in_place_pass(moved * block.numel)
     yardstick = Contender("in-place pass", moved, lambda: None, sweep, lambda: [])
@@ -112,17 +115,19 @@ def report(rows: list[dict], name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds; the least time of each contender counts")
     parser.add_argument("--host", action="store_true", help="measure the host time of a step instead")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, extension: {isas()[-1:] or 'none'}")
+    built_for = isas()[-1] if isas() else "no extension"
+    print(f"{platform.machine()} ({built_for}), {torch.get_num_threads()} threads, torch {torch.__version__}")
     if arguments.host:
         report(host_times(arguments.rounds), f"host_{device.type}")
         return
     check(device)
-    report(measure(device, arguments.rounds), f"step_{device.type}")
+    rows = measure_on_gpu(device, arguments.rounds) if device.type == "cuda" else measure(device, arguments.rounds)
+    report(rows, f"step_{device.type}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +33,13 @@ class Block:
         generator = torch.Generator().manual_seed(0)
 
         def tensors(scale: float) -> dict[str, Tensor]:
-            return {
-                f"layers.0.{i}": torch.empty(shape).normal_(0, scale, generator=generator).to(BF16) for i, shape in enumerate(shapes)
-            }
+            normal = (torch.randn(shape, generator=generator) * scale for shape in shapes)
+            return {f"layers.0.{i}": x.to(BF16) for i, x in enumerate(normal)}
 
         return cls(tensors(0.02), tensors(1e-3))
+
+    def to(self, device: torch.device) -> Block:
+        return Block(*({name: t.to(device) for name, t in tensors.items()} for tensors in (self.weights, self.grads)))
 
     @property
     def numel(self) -> int:
@@ -63,8 +65,8 @@ def ours(block: Block, format: formats.Format, device: torch.device) -> Contende
     rows = []
     for name, p in params.items():
         p.grad = block.grads[name]
-        auxiliary = torch.zeros(p.numel(), dtype=codec.auxiliary)
-        rows.append(Row(Span(name, 0, p.numel()), p, codec, auxiliary, (torch.zeros(p.numel()), torch.zeros(p.numel())), 0))
+        auxiliary, m, v = (torch.zeros(p.numel(), dtype=dtype, device=device) for dtype in (codec.auxiliary, FP32, FP32))
+        rows.append(Row(Span(name, 0, p.numel()), p, codec, auxiliary, (m, v), 0))
     visit, backend = Visit(rules.ADAMW, rows, [HYPER]), resolve("auto", device)
     return Contender(
         f"ours {format.name} ({backend.name})",
@@ -126,20 +128,42 @@ def deepspeed(block: Block) -> Contender:
     return Contender("DeepSpeedCPUAdam bf16", moved, lambda: None, optimizer.step, lambda: [])
 
 
-def all_contenders(block: Block, device: torch.device) -> list[Contender]:
+def _without_master(name: str, moved: int, kind: type, block: Block, **how) -> Contender:
+    """An optimizer whose moments have 8 bits: its weights drift from fp64's, so there is nothing to check them against."""
+    params = block.parameters(BF16)
+    for key, p in params.items():
+        p.grad = block.grads[key]
+    optimizer = kind(list(params.values()), **HYPER, **how)
+    return Contender(name, moved, lambda: None, optimizer.step, lambda: [])
+
+
+def bitsandbytes_8bit(block: Block) -> Contender:
+    from bitsandbytes.optim import AdamW8bit
+
+    return _without_master("bitsandbytes AdamW8bit bf16", 2 * 2 + 2 + 2 * 2, AdamW8bit, block)
+
+
+def flashoptim(block: Block) -> Contender:
+    from flashoptim import FlashAdamW
+
+    # Weights of 24 bits: bf16, and a byte beside it.
+    return _without_master("flashoptim FlashAdamW", 2 * 3 + 2 + 2 * 2, FlashAdamW, block, master_weight_bits=24)
+
+
+def all_contenders(block: Block, device: torch.device) -> Iterator[Contender]:
+    """One after the other, so that the caller need not hold them all in memory."""
     grads = {name: g.float() for name, g in block.grads.items()}
-    contenders = [
-        ours(block, formats.MASTER, device),
-        ours(block, formats.SPLIT, device),
-        torch_adamw(block, grads, fused=True),
-        torch_adamw(block, grads, foreach=True),
-    ]
+    yield ours(block, formats.MASTER, device)
+    yield ours(block, formats.SPLIT, device)
+    yield torch_adamw(block, grads, fused=True)
+    yield torch_adamw(block, grads, foreach=True)
     if importlib.util.find_spec("badam"):
-        contenders += [
-            badam(block, "fused", fused=True),
-            badam(block, "foreach", foreach=True),
-            badam(block, "for-loop", foreach=False),
-        ]
-    if importlib.util.find_spec("deepspeed"):
-        contenders.append(deepspeed(block))
-    return contenders
+        yield badam(block, "fused", fused=True)
+        yield badam(block, "foreach", foreach=True)
+        yield badam(block, "for-loop", foreach=False)
+    if importlib.util.find_spec("deepspeed") and device.type == "cpu":
+        yield deepspeed(block)
+    if importlib.util.find_spec("bitsandbytes") and device.type == "cuda":
+        yield bitsandbytes_8bit(block)
+    if importlib.util.find_spec("flashoptim") and device.type == "cuda":
+        yield flashoptim(block)
