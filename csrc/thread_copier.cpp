@@ -2,13 +2,13 @@
 
 #include <array>
 #include <condition_variable>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
 
 #include "copier.h"
+#include "stream_copy.h"
 
 namespace badam {
 namespace {
@@ -81,7 +81,7 @@ public:
     }
 
     void copy(Lane lane, std::byte* to, const std::byte* from, size_t bytes) override {
-        worker(lane).push([=] { std::memcpy(to, from, bytes); });
+        worker(lane).push([=] { stream_copy(to, from, bytes); });
     }
     Event record(Lane lane) override {
         const auto flag = std::make_shared<Flag>();

@@ -1,0 +1,249 @@
+"""What a block switch costs: bandwidth of a swap, and how much of it hides behind compute.
+
+    python benchmarks/bench_switch.py                 within the host, by threads, against memcpy
+    python benchmarks/bench_switch.py --device cuda   on streams, against one-way copies of pinned memory; pinning both ways
+    python benchmarks/bench_switch.py --reserve       Llama-3-8B's idle slots: asked, reserved, and resident once written
+
+A swap sends one block's slots out while the other's come in. Its bandwidth counts the bytes of both directions. The yardstick
+copies as many bytes in the same two directions with nothing to keep in order. Contenders take turns and the least of their
+times counts. "Hidden" is the share of a lone swap's time by which compute with a swap beside it does not get longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from badam_kernels import _C
+from badam_kernels.blocks import Span
+from badam_kernels.room import Room
+from badam_kernels.store import Store
+
+LAYER = 218_112_000  # parameters of one of Llama-3-8B's 32 layers
+CHUNK_BYTES = 16 << 20
+
+
+class HostRoom(Room):
+    """A room on the CPU, filled by threads; the caller is what computes."""
+
+    def _stream(self) -> int:
+        return 0
+
+
+def best(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of the fastest of `rounds` runs of each; they take turns."""
+    least = dict.fromkeys(contenders, math.inf)
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            least[name] = min(least[name], time.perf_counter() - start)
+    return least
+
+
+class HostSwap:
+    """Two blocks of `block_bytes` that take turns in a room of host memory."""
+
+    def __init__(self, block_bytes: int):
+        self.slabs = [_C.Slab(block_bytes), _C.Slab(block_bytes)]
+        self.blocks = [{Span(f"p{i}", 0, block_bytes): {"w": torch.frombuffer(slab, dtype=torch.uint8)}} for i, slab in enumerate(self.slabs)]
+        for block in self.blocks:
+            for slots in block.values():
+                slots["w"].fill_(1)
+        self.room = HostRoom(torch.device("cpu"), _C.Stager(None, CHUNK_BYTES, True), self.slabs)
+        self.now = 0
+        self.room.fetch(self.blocks[0])
+
+    def start(self) -> None:
+        self.room.flush(list(self.blocks[self.now]))
+        self.now = 1 - self.now
+        self.room.prefetch(self.blocks[self.now])
+
+    def finish(self) -> None:
+        self.room.fetch(self.blocks[self.now])
+        self.room.stager.settle()
+
+    def swap(self) -> None:
+        self.start()
+        self.finish()
+
+
+def memcpy_both_ways(block_bytes: int) -> Callable[[], object]:
+    """Plain memcpy of a block out of a buffer and of another into another, on two threads."""
+    memcpy = ctypes.CDLL(None).memcpy  # ctypes gives up the GIL
+    memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    buffers = [torch.ones(block_bytes, dtype=torch.uint8) for _ in range(4)]
+    pool = ThreadPoolExecutor(2)
+
+    def run() -> None:
+        list(pool.map(lambda i: memcpy(buffers[2 * i].data_ptr(), buffers[2 * i + 1].data_ptr(), block_bytes), range(2)))
+
+    return run
+
+
+def matrix_products(seconds: float) -> Callable[[], None]:
+    """Compute of about `seconds` on the host that hardly uses memory bandwidth."""
+    a = torch.randn(512, 512)
+    once = best({"": lambda: a @ a}, 20)[""]
+    count = math.ceil(seconds / once)
+
+    def run() -> None:
+        for _ in range(count):
+            torch.mm(a, a)
+
+    return run
+
+
+def on_the_host(block_bytes: int, rounds: int) -> None:
+    torch.set_num_threads(1)
+    swap = HostSwap(block_bytes)
+    moved = 2 * block_bytes
+    times = best({"memcpy": memcpy_both_ways(block_bytes), "swap": swap.swap}, rounds)
+    compute = matrix_products(2 * times["swap"])
+
+    def both() -> None:
+        swap.start()
+        compute()
+        swap.finish()
+
+    hidden = best({"compute": compute, "swap": swap.swap, "both": both}, rounds)
+    exposed = hidden["both"] - hidden["compute"]
+    print(f"{block_bytes / 1e6:.0f} MB out and in, {rounds} rounds, {os.cpu_count()} cores, two threads copy, one computes")
+    print(f"memcpy           {moved / times['memcpy'] / 1e9:7.2f} GB/s")
+    print(f"swap             {moved / times['swap'] / 1e9:7.2f} GB/s   {100 * times['memcpy'] / times['swap']:5.1f} % of memcpy")
+    print(f"compute          {1e3 * hidden['compute']:7.1f} ms     with a swap beside it {1e3 * hidden['both']:.1f} ms")
+    print(f"hidden           {100 * (1 - exposed / hidden['swap']):7.1f} % of a lone swap's {1e3 * hidden['swap']:.1f} ms")
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------------
+
+
+def synchronized(run: Callable[[], object]) -> Callable[[], None]:
+    def timed() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return timed
+
+
+def on_the_device(block_bytes: int, rounds: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    spans = [Span(f"p{i}", 0, block_bytes) for i in range(2)]
+    store = Store({span: {"w": torch.uint8} for span in spans}, [device])
+    host, live = store.read(spans[1])["w"], store.fetch(spans[:1], device)[spans[0]]["w"]
+    print(f"pinned: {host.is_pinned()}; {block_bytes / 1e6:.0f} MB out and in, {rounds} rounds, {torch.cuda.get_device_name()}")
+    now = [0]
+
+    def start() -> None:
+        store.flush([spans[now[0]]])
+        now[0] = 1 - now[0]
+        store.prefetch([spans[now[0]]], device)
+
+    def swap() -> None:
+        start()
+        store.fetch([spans[now[0]]], device)
+        store.read(spans[1 - now[0]])
+
+    other = torch.empty_like(live)
+    ways = {"to device": lambda: other.copy_(host, non_blocking=True), "to host": lambda: host.copy_(other, non_blocking=True)}
+    times = best({**{name: synchronized(way) for name, way in ways.items()}, "swap": synchronized(swap)}, rounds)
+    one_way = max(block_bytes / times[name] for name in ways)
+    both_ways = 2 * block_bytes / times["swap"]
+    for name in ways:
+        print(f"{name:16} {block_bytes / times[name] / 1e9:7.2f} GB/s")
+    print(f"swap             {both_ways / 1e9:7.2f} GB/s   {100 * both_ways / one_way:5.1f} % of one way")
+    exposed_time(start, lambda: store.fetch([spans[now[0]]], device), rounds)
+    store.close()
+    pinning(device, 8 * block_bytes)
+
+
+def exposed_time(start: Callable[[], None], fetch: Callable[[], object], rounds: int) -> None:
+    """How much longer K steps get by the switch before them. A step is about 50 ms of matrix products."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    once = best({"": synchronized(lambda: torch.mm(a, a))}, 10)[""]
+    products = math.ceil(0.05 / once)
+
+    def steps(count: int, switching: bool) -> Callable[[], None]:
+        def run() -> None:
+            if switching:
+                start()
+            for step in range(count):
+                for _ in range(products):
+                    torch.mm(a, a)
+                if switching and step == 0:
+                    fetch()
+
+        return synchronized(run)
+
+    for k in (1, 10, 100):
+        times = best({"plain": steps(k, False), "switching": steps(k, True)}, max(2, rounds // k))
+        exposed = times["switching"] - times["plain"]
+        print(f"K = {k:3}          {1e3 * exposed:7.3f} ms exposed, {100 * exposed / times['plain']:.2f} % of {k} steps")
+
+
+def pinning(device: torch.device, total: int) -> None:
+    """Pinned memory by the driver's own allocation, and by registering pages: time to get it, and its bandwidth."""
+    context = _C.Context(device.index)
+    for name, registered in (("allocated", False), ("registered", True)):
+        start = time.perf_counter()
+        slab = _C.Slab(total, context, registered=registered)
+        seconds = time.perf_counter() - start
+        host = torch.frombuffer(slab, dtype=torch.uint8)
+        there = torch.empty(total, dtype=torch.uint8, device=device)
+        times = best(
+            {
+                "in": synchronized(lambda: there.copy_(host, non_blocking=True)),
+                "out": synchronized(lambda: host.copy_(there, non_blocking=True)),
+            },
+            5,
+        )
+        print(f"{name:16} {total / seconds / 1e9:7.2f} GB/s to get, {total / times['in'] / 1e9:.2f} in, {total / times['out'] / 1e9:.2f} out")
+
+
+# --- the size ----------------------------------------------------------------------------------------------------------
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def reserve() -> None:
+    layout = {Span(f"layers.{i}", 0, LAYER): {"w": torch.int16} for i in range(32)}
+    before = resident()
+    store = Store(layout)
+    sizes = store.reservation()
+    print(f"exact {sizes['asked']:,} bytes, reserved {sizes['reserved']:,} (+{sizes['reserved'] - sizes['asked']:,})")
+    print(f"untouched: resident {resident() - before:,}")
+    for span in layout:
+        store.read(span)["w"].fill_(1)
+    grown, touched = resident() - before, store.reservation()["touched"]
+    print(f"written:   resident {grown:,} ({100 * (grown / sizes['asked'] - 1):+.3f} %), touched {touched:,}")
+    store.close()
+    print(f"closed:    resident {resident() - before:,}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--bytes", type=int, default=2 * LAYER, help="of one block's slots (default: SPLIT, a Llama-3-8B layer)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--reserve", action="store_true", help="reserve and write 14 GB instead")
+    given = parser.parse_args()
+    if given.reserve:
+        reserve()
+    elif given.device == "cuda":
+        on_the_device(given.bytes, given.rounds)
+    else:
+        on_the_host(given.bytes, given.rounds)
+
+
+if __name__ == "__main__":
+    main()
