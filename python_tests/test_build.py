@@ -58,10 +58,10 @@ def test_without_a_working_compiler_it_installs_says_so_and_steps(source, tmp_pa
 
 
 def test_an_extension_left_by_an_earlier_build_does_not_pass_for_this_one(source, tmp_path):
-    setup = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    build = ["build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
     stale = tmp_path / "lib" / "badam_kernels" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"stale")
     environment = {**os.environ, "CC": "/bin/false", "CXX": "/bin/false"}
-    subprocess.run(setup, cwd=source, env=environment, capture_output=True, check=True)
+    subprocess.run([sys.executable, "setup.py", *build], cwd=source, env=environment, capture_output=True, check=True)
     assert not stale.exists()

@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -181,20 +181,15 @@ def test_elements_beyond_two_to_the_31_are_where_they_should_be(tmp_path):
 
 
 def test_concurrent_steps_do_not_disturb_each_other():
-    expected = [outcome(case, step(case)) for case in (mixed_case(rules.ADAMW, seed=i) for i in range(4))]
+    def steps(case):
+        for _ in range(100):
+            step(case, scale=None, max_norm=None)
+        return step(case)
+
+    expected = [outcome(case, steps(case)) for case in (mixed_case(rules.ADAMW, seed=i) for i in range(4))]
     cases = [mixed_case(rules.ADAMW, seed=i) for i in range(4)]
-    results, barrier = [None] * 4, threading.Barrier(4)
-
-    def work(i):
-        barrier.wait()
-        results[i] = step(cases[i])
-
-    with threads(3):
-        workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+    with threads(3), ThreadPoolExecutor(4) as callers:
+        results = list(callers.map(steps, cases))
     assert [outcome(case, result) for case, result in zip(cases, results)] == expected
 
 
@@ -211,8 +206,9 @@ FORKS = """
 expected = digest()  # the workers exist from here on
 child = os.fork()
 if child == 0:
-    os._exit(digest() != expected)
-assert os.waitpid(child, 0)[1] == 0, "os.fork"
+    alone = os.listdir("/proc/self/task")
+    os._exit(digest() != expected or len(alone) != 1 or len(os.listdir("/proc/self/task")) != 3)
+assert os.waitpid(child, 0)[1] == 0, "os.fork, and workers of the child's own"
 assert digest() == expected, "the parent, after a fork"
 
 def work(queue):
@@ -270,7 +266,7 @@ def test_what_it_cannot_do_is_refused_by_name():
 
 @pytest.mark.parametrize("table", ["RULES", "CODECS", "GRAD_DTYPES", "COLUMNS", "HYPER"])
 def test_an_extension_with_other_tables_is_refused(monkeypatch, table):
-    other = types.SimpleNamespace(**{name: getattr(cpu._C, name) for name in ("RULES", "CODECS", "GRAD_DTYPES", "COLUMNS", "HYPER")})
+    other = types.SimpleNamespace(**{name: value for name, value in vars(cpu._C).items() if name.isupper()})
     setattr(other, table, getattr(other, table)[::-1])
     monkeypatch.setattr(cpu, "_C", other)
     assert table in type(cpu.BACKEND)().unavailable(torch.device("cpu"))
