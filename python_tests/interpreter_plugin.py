@@ -1,4 +1,4 @@
-"""Pytest plugin of the process in which test_triton_interpreter.py runs the conformance matrix through Triton's interpreter.
+"""Pytest plugin of the process in which test_triton_interpreter.py runs the tests of every backend through Triton's interpreter.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, so the interpreted kernels need a process of their own.
 """

@@ -14,7 +14,8 @@ HERE = pathlib.Path(__file__).parent
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_interpreted_kernels_pass_the_conformance_matrix():
-    command = [sys.executable, "-m", "pytest", "-p", "interpreter_plugin", "-q", "-x", "-p", "no:cacheprovider", "test_conformance.py"]
+    options = ["-p", "interpreter_plugin", "-p", "no:cacheprovider", "-q", "-x"]
+    command = [sys.executable, "-m", "pytest", *options, "test_conformance.py", "test_grad_scaler.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
     run = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -10,7 +10,7 @@ A backend is an object with
 of all scaled gradients of the block (torch.nn.utils.clip_grad_norm_'s formula), updates every row that has a gradient and
 advances its step. It returns ``(norm, found_inf)``. With `scale` and `max_norm` both None no norm is computed, and
 ``(None, False)`` comes back. If a gradient is not finite, nothing is written, no step advances, and found_inf is True.
-Gradients are never written.
+Gradients are never written. Raw writes are invisible to autograd: the caller bumps the versions of the parameters.
 
 `scale` may be a tensor of one element, and `found_inf` one that is not zero where the step must be skipped, as a GradScaler has
 them on the device. A backend that works asynchronously returns its answers as tensors there, valid until the next `apply`.

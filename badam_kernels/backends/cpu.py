@@ -80,7 +80,9 @@ class _Cpu:
             raise ValueError(
                 f"rule {visit.rule.name!r} is not in the extension: use backend='reference', or add it to csrc/rules.h"
             )
-        table = visit.table
+        if found_inf is not None and float(found_inf) != 0.0:
+            return None, True
+        table, scale = visit.table, None if scale is None else float(scale)
         return _C.apply(table.data_ptr(), len(table), visit.hyper, rule, scale, max_norm, torch.get_num_threads(), isa)
 
 

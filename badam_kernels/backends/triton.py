@@ -94,7 +94,7 @@ class _State:
 
     def __init__(self, visit: Visit, tile: Tile):
         rows, device = len(visit.rows), visit.device
-        self.tile, self.params = tile, [row.param for row in visit.rows]
+        self.tile = tile
         self._host = torch.zeros(rows, kernels.WIDTH.value, dtype=torch.int64)
         self._copied, self._bounds = self._host[:, : len(COLUMNS)], self._host[:, kernels.BOUND.value]
         self._addresses, self._vectors = visit.table[:, : GRAD + 1], visit.table[:, NUMEL] // 16
@@ -175,36 +175,29 @@ class _Triton:
             return "Triton needs compute capability 8.0"
         return None
 
-    def apply(
-        self,
-        visit: Visit,
-        scale: float | Tensor | None,
-        max_norm: float | None,
-        found_inf: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | bool]:
-        """The norm and found_inf live on the device and hold until the next call."""
+    def upload(self, visit: Visit, scale: float | Tensor | None, max_norm: float | None) -> None:
+        """Bring hyper-parameters and addresses to the device without a step: before the replay of a captured one."""
         state = visit.state
         if state is None:
             visit.state = state = _State(visit, _tile())
             visit.counters = state.steps
-        with torch.cuda.device_of(visit.rows[0].param):
-            tensor = isinstance(scale, Tensor)
-            factor = 1.0 if tensor or scale is None else scale
+        factor = 1.0 if scale is None or isinstance(scale, Tensor) else scale
+        with torch.cuda.device_of(state.table.tensor):
             state.upload(visit, factor, math.inf if max_norm is None else max_norm)
-            measured = scale is not None or max_norm is not None
+
+    def apply(
+        self, visit: Visit, scale: float | Tensor | None, max_norm: float | None, found_inf: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | bool]:
+        """The norm and found_inf live on the device and hold until the next call."""
+        self.upload(visit, scale, max_norm)
+        state, measured = visit.state, scale is not None or max_norm is not None
+        with torch.cuda.device_of(state.table.tensor):
             if measured:
                 _launch_norm(state)
-            _launch_finish(state, visit, state.partials if measured else None, scale if tensor else None, found_inf)
+            _launch_finish(state, visit, measured, scale if isinstance(scale, Tensor) else None, found_inf)
             for launch in state.launches:
-                if len(launch.chunks):
-                    kernels.update[(len(launch.chunks),)](
-                        state.table.tensor, state.scalars, state.result, launch.chunks, **launch.constants,
-                        num_warps=state.tile.warps,
-                    )  # fmt: skip
-        # Raw writes are invisible to autograd, which would use a weight saved for a backward pass in its new state.
-        torch.autograd.graph.increment_version(state.params)
-        norm = state.norm if measured else None
-        return norm, state.found_inf if measured or found_inf is not None else False
+                _launch_update(state, launch)
+        return (state.norm if measured else None), (state.found_inf if measured or found_inf is not None else False)
 
 
 def _interpreted() -> bool:
@@ -225,14 +218,19 @@ def _launch_norm(state: _State) -> None:
         )  # fmt: skip
 
 
-def _launch_finish(
-    state: _State, visit: Visit, partials: Tensor | None, scale: Tensor | None, found_inf: Tensor | None
-) -> None:
+def _launch_finish(state: _State, visit: Visit, measured: bool, scale: Tensor | None, found_inf: Tensor | None) -> None:
     kernels.finish[(1,)](
-        state.hyper.tensor, state.table.tensor, state.steps, state.scalars, state.result, partials, scale, found_inf,
-        len(visit.rows), len(state.norm_chunks), ADAPTIVE=visit.rule.adaptive, DECOUPLED=visit.rule.decoupled,
+        state.hyper.tensor, state.table.tensor, state.steps, state.scalars, state.result, state.partials if measured else None,
+        scale, found_inf, len(visit.rows), len(state.norm_chunks), ADAPTIVE=visit.rule.adaptive, DECOUPLED=visit.rule.decoupled,
         BLOCK=state.tile.finish, num_warps=4,
     )  # fmt: skip
+
+
+def _launch_update(state: _State, launch: _Launch) -> None:
+    if len(launch.chunks):
+        kernels.update[(len(launch.chunks),)](
+            state.table.tensor, state.scalars, state.result, launch.chunks, **launch.constants, num_warps=state.tile.warps
+        )
 
 
 BACKEND = _Triton()
