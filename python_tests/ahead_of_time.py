@@ -66,7 +66,8 @@ def compile_kernel(kernel, target: GPUTarget, warps: int, absent: tuple[str, ...
             signature[name] = _POINTERS.get(name, "*fp32")
             attributes[(i,)] = [["tt.divisibility", 16]]
     by_index = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    return triton.compile(ASTSource(kernel, signature, by_index, attributes), target=target, options={"num_warps": warps})
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    return triton.compile(ASTSource(kernel, signature, by_index, attributes), target=target, options=options)
 
 
 def compile_update(variant: Variant, target: GPUTarget, kernels=_triton_kernels, **changes):

@@ -52,6 +52,8 @@ TILES = {
 """By architecture. A wavefront of AMD's has 64 threads; the interpreter pays per operation, not per element."""
 
 _SLOTS = 8
+_FUSED = {"enable_fp_fusion": True}
+"""A multiply and an add may become one instruction, as rules.py allows. Triton 3.9 warns where this is not said."""
 
 
 class _Mirror:
@@ -214,7 +216,7 @@ def _launch_norm(state: _State) -> None:
     if len(state.norm_chunks):
         kernels.norm[(len(state.norm_chunks),)](
             state.table.tensor, state.partials, state.norm_chunks, CHUNK=state.tile.chunk, BLOCK=state.tile.norm,
-            num_warps=state.tile.warps,
+            num_warps=state.tile.warps, **_FUSED,
         )  # fmt: skip
 
 
@@ -222,14 +224,14 @@ def _launch_finish(state: _State, visit: Visit, measured: bool, scale: Tensor | 
     kernels.finish[(1,)](
         state.hyper.tensor, state.table.tensor, state.steps, state.scalars, state.result, state.partials if measured else None,
         scale, found_inf, len(visit.rows), len(state.norm_chunks), ADAPTIVE=visit.rule.adaptive, DECOUPLED=visit.rule.decoupled,
-        BLOCK=state.tile.finish, num_warps=4,
+        BLOCK=state.tile.finish, num_warps=4, **_FUSED,
     )  # fmt: skip
 
 
 def _launch_update(state: _State, launch: _Launch) -> None:
     if len(launch.chunks):
         kernels.update[(len(launch.chunks),)](
-            state.table.tensor, state.scalars, state.result, launch.chunks, **launch.constants, num_warps=state.tile.warps
+            state.table.tensor, state.scalars, state.result, launch.chunks, **launch.constants, num_warps=state.tile.warps, **_FUSED
         )
 
 
