@@ -23,15 +23,6 @@ Stager::Stager(std::unique_ptr<Copier> copier, size_t chunk_bytes, bool direct)
         (i % 2 ? in_slots_ : out_slots_).push_back({ring_.get() + i * chunk_bytes, {}});
 }
 
-Stager::~Stager() {
-    if (getpid() != process_) return;
-    try {
-        drain();
-    } catch (const DriverError&) {
-        // Nothing moves on a device that is gone.
-    }
-}
-
 void Stager::flush(const std::vector<Piece>& pieces, Stream compute) {
     check_process();
     const std::lock_guard lock(mutex_);
@@ -80,7 +71,7 @@ void Stager::synchronize() {
     check_process();
     const std::lock_guard lock(mutex_);
     unsent_.clear();
-    drain();
+    drain();  // edge: host memory is nobody's but the caller's
 }
 
 void Stager::check_process() const {

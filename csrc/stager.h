@@ -28,8 +28,7 @@ class Stager {
 public:
     // `direct`: the device reaches the host memory of all pieces by itself.
     Stager(std::unique_ptr<Copier> copier, size_t chunk_bytes, bool direct);
-    // Waits for everything in flight.
-    ~Stager();
+    // Its end waits for everything in flight.
 
     // Copies `pieces` to the host once the work that `compute` has been given is done. Returns at once.
     // What could not be sent stays in the room and is sent again by the next call to any of these.
@@ -72,9 +71,9 @@ private:
     Slot& next_slot(std::vector<Slot>& slots, size_t& next);
 
     const pid_t process_;
+    std::shared_ptr<std::byte> ring_;  // outlives the copier, whose end waits for what is in flight
     const std::unique_ptr<Copier> copier_;
     const size_t chunk_bytes_;
-    std::shared_ptr<std::byte> ring_;
     std::vector<Slot> out_slots_, in_slots_;
     size_t next_out_ = 0, next_in_ = 0;
 

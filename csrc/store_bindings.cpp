@@ -29,6 +29,9 @@ std::unique_ptr<Stager> stager(std::shared_ptr<const Context> context, size_t ch
     return std::make_unique<Stager>(context ? driver_copier(std::move(context)) : thread_copier(), chunk_bytes, direct);
 }
 
+void flush(Stager& stager, const Addresses& addresses, Stream compute) { stager.flush(pieces(addresses), compute); }
+void prefetch(Stager& stager, const Addresses& addresses, Stream compute) { stager.prefetch(pieces(addresses), compute); }
+
 }  // namespace
 
 void bind_store(py::module_& m) {
@@ -52,8 +55,8 @@ void bind_store(py::module_& m) {
     py::class_<Slab>(m, "Slab", py::buffer_protocol(),
                      "Zeroed host memory of exact size, as a buffer. It is given back when nothing refers to this object.")
         .def(py::init(&slab), py::arg("bytes"), py::arg("context") = py::none(), py::arg("registered") = false, unlocked,
-             "context: None for pageable memory that costs nothing until written; else pinned, by the driver's own allocation or,\n"
-             "with registered=True, by registering pages. Raises MemoryError or DriverError, and then keeps nothing.")
+             "context: None for pageable memory that costs nothing until written; else pinned, by the driver's own allocation\n"
+             "or, with registered=True, by registering pages. Raises MemoryError or DriverError, and then keeps nothing.")
         .def_property_readonly("reserved", &Slab::reserved, "Bytes in whole pages.")
         .def_property_readonly("touched", &Slab::touched, "Bytes in physical memory now.")
         .def_buffer([](Slab& slab) {
@@ -63,11 +66,10 @@ void bind_store(py::module_& m) {
     py::class_<Stager>(m, "Stager", "Moves slots between host memory and a room of device memory; csrc/stager.h.")
         .def(py::init(&stager), py::arg("context"), py::arg("chunk_bytes"), py::arg("direct"), unlocked,
              "context: of the device, None for threads that copy within the host. direct: the host memory is pinned.")
-        .def("flush", [](Stager& self, const Addresses& addresses, Stream compute) { self.flush(pieces(addresses), compute); },
-             py::arg("pieces"), py::arg("compute"), unlocked,
-             "Copy each (room address, host address, bytes) to the host after the work given to stream `compute`. Returns at once.")
-        .def("prefetch", [](Stager& self, const Addresses& addresses, Stream compute) { self.prefetch(pieces(addresses), compute); },
-             py::arg("pieces"), py::arg("compute"), unlocked,
+        .def("flush", &flush, py::arg("pieces"), py::arg("compute"), unlocked,
+             "Copy each (room address, host address, bytes) to the host after the work given to stream `compute`.\n"
+             "Returns at once. What a failed call left in the room, the next call to any of these sends.")
+        .def("prefetch", &prefetch, py::arg("pieces"), py::arg("compute"), unlocked,
              "Copy each (room address, host address, bytes) to the room once it is free. Returns at once.")
         .def("acquire", &Stager::acquire, py::arg("compute"), unlocked,
              "Work given to stream `compute` from now on runs after all that was prefetched has arrived.")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _SOURCES = ["arena", "driver", "driver_copier", "thread_copier", "stager", "threads", "tests/store_stress"]
 _STAND_IN = Path(__file__).parent / "standin_driver/standin.cpp"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-pthread", "-Wall", "-Wextra"]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-pthread", "-Wall", "-Wextra"]
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
@@ -56,8 +56,13 @@ def edges() -> list[str]:
 def write_mutant(path: Path) -> None:
     """csrc/stager.cpp, where the environment of a test says which edge is missing."""
     names = iter(range(len(edges())))
-    source = (ROOT / "csrc/stager.cpp").read_text().replace('#include "stager.h"', f'#include "{ROOT}/csrc/stager.h"\n#include <cstdlib>')
-    source = re.sub(r"^( *)(.*;)  // edge: .*$", lambda line: f"{line[1]}if (missing != {next(names)}) {{ {line[2]} }}", source, flags=re.M)
+    include = f'#include "{ROOT}/csrc/stager.h"\n#include <cstdlib>'
+    source = (ROOT / "csrc/stager.cpp").read_text().replace('#include "stager.h"', include)
+
+    def guarded(line: re.Match) -> str:
+        return f"{line[1]}if (missing != {next(names)}) {{ {line[2]} }}"
+
+    source = re.sub(r"^( *)(.*;)  // edge: .*$", guarded, source, flags=re.M)
     head = 'namespace { const int missing = std::atoi(std::getenv("MISSING_EDGE")); }\nnamespace badam {'
     path.write_text(source.replace("namespace badam {", head, 1))
     assert next(names, None) is None, "an edge is not on a line of its own"
@@ -108,6 +113,9 @@ class StandIn:
 
     def observe(self, stream: int, to, tensor) -> None:
         """Give `stream` a kernel that copies `tensor` to `to`."""
-        self._library.standin_observe(
-            ctypes.c_void_p(stream), ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(to.nbytes)
-        )
+        addresses = (ctypes.c_void_p(address) for address in (stream, to.data_ptr(), tensor.data_ptr()))
+        self._library.standin_observe(*addresses, ctypes.c_size_t(to.nbytes))
+
+    def call(self, stream: int, function) -> None:
+        """Give `stream` a kernel that calls `function`, a ctypes function."""
+        self._library.standin_call(ctypes.c_void_p(stream), function)

@@ -117,6 +117,23 @@ def test_slabs_stay_below_their_limit_and_no_slot_straddles(monkeypatch):
 
 
 @needs_extension
+def test_llama_3_8b_is_reserved_within_a_thousandth_of_its_exact_size_and_costs_nothing_yet():
+    layout = llama(32, torch.int16)
+    exact = 2 * sum(span.numel for span in layout)
+    if (hostmem.available_bytes() or 0) < exact:
+        pytest.skip(f"needs {exact:,} bytes of free host memory")
+    before = resident()
+    slots = Store(layout)
+    sizes = slots.reservation()
+    assert sizes["asked"] == exact and exact <= sizes["reserved"] < 1.001 * exact
+    assert sizes["touched"] < MiB and resident() - before < 64 * MiB
+    last = slots.read(list(layout)[-1])["w"]
+    last[-1] = 7
+    assert last[-1] == 7 and not last[:-1].any()
+    slots.close()
+
+
+@needs_extension
 def test_memory_costs_nothing_until_written_and_is_all_there_is():
     layout = llama(2, torch.int16)  # 0.87 GB, of which one eighth is written
     slots = Store(layout)
@@ -155,7 +172,8 @@ def test_masters_that_do_not_fit_are_refused_up_front_with_both_numbers_and_the_
     monkeypatch.setattr(hostmem, "available_bytes", lambda: 24 << 30)
     monkeypatch.setattr(store.Store, "_reserve", lambda *_: pytest.fail("allocated before it was refused"))
     needed = 4 * 32 * 218_112_000
-    with pytest.raises(MemoryError, match=rf"need {needed:,} bytes \(27.92 GB\).*{24 << 30:,} \(25.77 GB\) are left.*format='split'"):
+    numbers = rf"need {needed:,} bytes \(27.92 GB\).*{24 << 30:,} \(25.77 GB\) are left"
+    with pytest.raises(MemoryError, match=rf"{numbers}.*format='split'"):
         Store(llama(32, torch.float32))
 
 

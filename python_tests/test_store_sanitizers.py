@@ -46,7 +46,7 @@ def test_streams_keep_every_byte_under_thread_sanitizer(thread_build, mode):
 
 def test_worker_threads_keep_every_byte_under_both_sanitizers(address_build, thread_build):
     for *_, program in (address_build, thread_build):
-        done = _run(program, "threads", "unpinned", 0, 40, 0)
+        done = _run(program, "threads", "unpinned", 0, 10, 0)
         assert done.returncode == 0, done.stderr
 
 

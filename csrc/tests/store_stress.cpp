@@ -53,8 +53,8 @@ struct StandIn {
 void expect_equal(const uint8_t* got, const Bytes& expected, const std::string& where) {
     for (size_t i = 0; i < expected.size(); ++i)
         if (got[i] != expected[i])
-            fail(where + ": byte " + std::to_string(i) + " of " + std::to_string(expected.size()) + " is " + std::to_string(got[i]) +
-                 ", expected " + std::to_string(expected[i]));
+            fail(where + ": byte " + std::to_string(i) + " of " + std::to_string(expected.size()) + " is " +
+                 std::to_string(got[i]) + ", expected " + std::to_string(expected[i]));
 }
 
 struct Tensor {
@@ -88,7 +88,8 @@ public:
                                                        : Pinning::none;
         slab_ = std::make_unique<Slab>(total, pinning, pinning == Pinning::none ? nullptr : context);
         room_.resize(total + 64, std::byte{0xEE});
-        stager_ = std::make_unique<Stager>(context ? driver_copier(context) : thread_copier(), 1000 + draw(4000), pinning != Pinning::none);
+        auto copier = context ? driver_copier(context) : thread_copier();
+        stager_ = std::make_unique<Stager>(std::move(copier), 1000 + draw(4000), pinning != Pinning::none);
         if (standin_) compute_ = standin_->stream();
         for (const Tensor& tensor : tensors_) expect_equal(host(tensor), tensor.expected, "a new slab");
     }

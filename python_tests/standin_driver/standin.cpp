@@ -24,7 +24,17 @@
 
 namespace {
 
-enum Code { success = 0, invalid_value = 1, out_of_memory = 2, not_initialized = 3, invalid_handle = 400, not_ready = 600, lost = 214 };
+enum Code {
+    success = 0,
+    invalid_value = 1,
+    out_of_memory = 2,
+    not_initialized = 3,
+    invalid_device = 101,
+    invalid_context = 201,
+    lost = 214,
+    invalid_handle = 400,
+    not_ready = 600,
+};
 
 struct Mark {
     std::mutex mutex;
@@ -102,10 +112,10 @@ int enter(const char* name, bool needs_context = true) {
     if (w.is_lost) return lost;
     if (needs_context && !context_depth) {
         ++w.depth_errors;
-        return 201;
+        return invalid_context;
     }
-    if ((w.failing_call.empty() || w.failing_call == name) && w.calls_until_failure >= 0 && w.calls_until_failure-- == 0) return w.failure;
-    return success;
+    const bool counts = w.calls_until_failure >= 0 && (w.failing_call.empty() || w.failing_call == name);
+    return counts && w.calls_until_failure-- == 0 ? w.failure : success;
 }
 
 class Stream {
@@ -216,7 +226,7 @@ int cuInit(unsigned) {
 }
 int cuDeviceGet(int* device, int ordinal) {
     if (const int code = enter("cuDeviceGet", false)) return code;
-    if (ordinal != 0) return 101;
+    if (ordinal != 0) return invalid_device;
     *device = 40;
     return success;
 }
@@ -321,10 +331,12 @@ int cuEventDestroy_v2(void* event) {
 }
 
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t bytes, void* stream) {
-    return copy_async("cuMemcpyHtoDAsync", reinterpret_cast<std::byte*>(to), static_cast<const std::byte*>(from), from, bytes, stream);
+    auto* const device = reinterpret_cast<std::byte*>(to);
+    return copy_async("cuMemcpyHtoDAsync", device, static_cast<const std::byte*>(from), from, bytes, stream);
 }
 int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t bytes, void* stream) {
-    return copy_async("cuMemcpyDtoHAsync", static_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), to, bytes, stream);
+    const auto* const device = reinterpret_cast<const std::byte*>(from);
+    return copy_async("cuMemcpyDtoHAsync", static_cast<std::byte*>(to), device, to, bytes, stream);
 }
 int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
     if (const int code = enter("cuLaunchHostFunc")) return code;
@@ -365,11 +377,15 @@ int cuMemHostUnregister(void* data) {
 }
 
 int cuGetErrorName(int code, const char** name) {
-    *name = code == out_of_memory ? "CUDA_ERROR_OUT_OF_MEMORY" : code == lost ? "CUDA_ERROR_ECC_UNCORRECTABLE" : "CUDA_ERROR_STANDIN";
+    *name = code == out_of_memory ? "CUDA_ERROR_OUT_OF_MEMORY"
+            : code == lost        ? "CUDA_ERROR_ECC_UNCORRECTABLE"
+                                  : "CUDA_ERROR_STANDIN";
     return success;
 }
 int cuGetErrorString(int code, const char** text) {
-    *text = code == out_of_memory ? "out of memory" : code == lost ? "uncorrectable ECC error encountered" : "a stand-in's error";
+    *text = code == out_of_memory ? "out of memory"
+            : code == lost        ? "uncorrectable ECC error encountered"
+                                  : "a stand-in's error";
     return success;
 }
 
