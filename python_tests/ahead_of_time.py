@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import pathlib
 import re
 import subprocess
@@ -45,12 +46,13 @@ class Variant:
     def streams(self) -> dict[str, dict[int, int]]:
         """How many tensors a row reads and writes, by bytes per element."""
         codec = WEIGHT_CODECS[self.codec]
-        written = [codec.primary.itemsize, *([codec.auxiliary_bytes] if codec.auxiliary else []), *[4] * len(RULES[self.rule].moments)]
+        auxiliary = [codec.auxiliary_bytes] if codec.auxiliary else []
+        written = [codec.primary.itemsize, *auxiliary, *[4] * len(RULES[self.rule].moments)]
         read = [*written, PARAM_DTYPES[self.grad].itemsize]
         return {kind: {size: sizes.count(size) for size in (2, 4)} for kind, sizes in (("ld", read), ("st", written))}
 
 
-VARIANTS = [Variant(rule, codec, grad) for rule in RULES for codec in range(len(WEIGHT_CODECS)) for grad in range(len(PARAM_DTYPES))]
+VARIANTS = [Variant(*codes) for codes in itertools.product(RULES, range(len(WEIGHT_CODECS)), range(len(PARAM_DTYPES)))]
 
 
 def compile_kernel(kernel, target: GPUTarget, warps: int, absent: tuple[str, ...] = (), **constants):

@@ -39,7 +39,8 @@ def no_waiting():
 
 
 def block():
-    return Case(ADAMW, [RowCase(5_003, MASTER_BF16, torch.bfloat16), RowCase(70_000, SPLIT_BF16, torch.bfloat16, offset=1)], device=CUDA)
+    rows = [RowCase(5_003, MASTER_BF16, torch.bfloat16), RowCase(70_000, SPLIT_BF16, torch.bfloat16, offset=1)]
+    return Case(ADAMW, rows, device=CUDA)
 
 
 def test_a_step_neither_waits_nor_allocates(backend):

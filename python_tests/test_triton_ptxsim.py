@@ -85,7 +85,9 @@ def test_the_norm_reads_every_gradient_once(simulator):
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("max_norm, launches", [(None, ["finish", "update"]), (1.0, ["norm", "finish", "update"])], ids=["plain", "clip"])
+@pytest.mark.parametrize(
+    "max_norm, launches", [(None, ["finish", "update"]), (1.0, ["norm", "finish", "update"])], ids=["plain", "clip"]
+)
 def test_launches_do_not_grow_with_the_number_of_tensors(simulator, rows, max_norm, launches):
     for offset in (0, 1):  # aligned rows and others
         case = Case(ADAMW, [RowCase(17 + i, SPLIT_BF16, torch.bfloat16, offset=offset * (i % 2)) for i in range(rows)])
@@ -96,7 +98,8 @@ def test_launches_do_not_grow_with_the_number_of_tensors(simulator, rows, max_no
 
 def test_nothing_compiles_after_the_first_step(simulator):
     def compiled() -> int:
-        return sum(len(cache[0]) for kernel in (kernels.norm, kernels.finish, kernels.update) for cache in kernel.device_caches.values())
+        caches = [kernel.device_caches for kernel in (kernels.norm, kernels.finish, kernels.update)]
+        return sum(len(cache[0]) for by_device in caches for cache in by_device.values())
 
     case = Case(ADAMW, [RowCase(100, SPLIT_BF16, torch.bfloat16)])
     checks.apply(BACKEND, case.visit, 0.5, 1.0)
@@ -133,8 +136,8 @@ def _train(backend, dtype, format):
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(2))}).to(dtype)
     optimizer = BlockAdam(
-        model.named_parameters(), lr=1e-2, weight_decay=0.1, switch_every=2, schedule="ascending", format=format, max_grad_norm=0.5,
-        backend=backend,
+        model.named_parameters(), lr=1e-2, weight_decay=0.1, switch_every=2, schedule="ascending", format=format,
+        max_grad_norm=0.5, backend=backend,
     )  # fmt: skip
     history = []
     for step in range(6):

@@ -231,8 +231,9 @@ def _launch_finish(state: _State, visit: Visit, measured: bool, scale: Tensor | 
 def _launch_update(state: _State, launch: _Launch) -> None:
     if len(launch.chunks):
         kernels.update[(len(launch.chunks),)](
-            state.table.tensor, state.scalars, state.result, launch.chunks, **launch.constants, num_warps=state.tile.warps, **_FUSED
-        )
+            state.table.tensor, state.scalars, state.result, launch.chunks, **launch.constants,
+            num_warps=state.tile.warps, **_FUSED,
+        )  # fmt: skip
 
 
 BACKEND = _Triton()
