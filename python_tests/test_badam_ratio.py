@@ -64,7 +64,8 @@ def test_the_update_of_a_window_is_adamws(mode):
     def plain():
         model = tiny()
         named = [p for n, p in model.named_parameters() if n.startswith("layers")]
-        groups = [{"params": [p for p in named if p.dim() <= 1], "weight_decay": 0.0}, {"params": [p for p in named if p.dim() > 1]}]
+        vectors, matrices = [p for p in named if p.dim() <= 1], [p for p in named if p.dim() > 1]
+        groups = [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}]
         return model, torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
 
     model, (reference, adamw) = tiny(), plain()

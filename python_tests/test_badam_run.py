@@ -36,7 +36,8 @@ def started(*command, env=None):
 def test_a_console_script_and_its_children_import_the_drop_in_although_badam_is_installed(tmp_path):
     assert version("badam"), "the test environment has badam"
     script = tmp_path / "trainer"
-    script.write_text(f"#!{sys.executable}\nimport subprocess, sys\nsys.exit(subprocess.run([sys.executable, '-c', {SEEN!r}]).returncode)")
+    child = f"subprocess.run([sys.executable, '-c', {SEEN!r}])"
+    script.write_text(f"#!{sys.executable}\nimport subprocess, sys\nsys.exit({child}.returncode)")
     script.chmod(0o755)
     done = started("trainer", env={"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
     assert (done.returncode, done.stdout.strip()) == (0, OURS), done.stderr
@@ -68,5 +69,6 @@ def test_patch_badam_serves_this_process():
 
 
 def test_patch_badam_after_badam_is_refused():
-    done = child("import sys, types\nsys.modules['badam'] = types.ModuleType('badam')\nimport badam_kernels\nbadam_kernels.patch_badam()")
+    loaded = "import sys, types\nsys.modules['badam'] = types.ModuleType('badam')\n"
+    done = child(loaded + "import badam_kernels\nbadam_kernels.patch_badam()")
     assert done.returncode == 1 and "badam is imported already" in done.stderr

@@ -27,6 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 BF16 = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def no_precision_left_over(monkeypatch):
+    """TrainingArguments(bf16=True) of some versions sets this for the whole process."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+
 def block_adam(model, **settings):
     return BlockAdam(model.named_parameters(), **dict(lr=1e-2, switch_every=2, schedule="ascending") | settings)
 
@@ -39,7 +45,8 @@ def test_losses_are_those_of_a_plain_loop(precision, checkpointing, accumulate, 
     """Two sweeps of three blocks. Recomputed activations and a sum over micro-batches may differ in the last bits."""
     steps, autocast = 7, precision == "bf16 autocast"
     dtype = BF16 if precision == "bf16 weights" else torch.float32
-    expected = plain_loop(model := llama(dtype), block_adam(model), steps=steps, accumulate=accumulate, clip=clip, autocast=autocast)
+    model = llama(dtype)
+    expected = plain_loop(model, block_adam(model), steps=steps, accumulate=accumulate, clip=clip, autocast=autocast)
     model = llama(dtype)
     optimizer = block_adam(model)
     settings = dict(steps=steps, accumulate=accumulate, clip=clip, checkpointing=checkpointing, bf16=autocast)
@@ -132,7 +139,8 @@ def test_resuming_from_a_checkpoint_is_bitwise_the_uninterrupted_run(kind, accum
             optimizer, callback = block_adam(model, schedule="random", switch_every=3, moments="run"), BlockAdamCallback
         else:
             base = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            optimizer = BlockOptimizer(base, list(model.named_parameters()), switch_block_every=3, switch_mode="random", verbose=0)
+            named = list(model.named_parameters())
+            optimizer = BlockOptimizer(base, named, switch_block_every=3, switch_mode="random", verbose=0)
             callback = BAdamCallback
         settings = dict(steps=8, accumulate=accumulate, clip=1.0, save_strategy="steps", save_steps=1, save_total_limit=20)
         return model, optimizer, trainer(out, model, optimizer, callbacks=[callback], **settings)

@@ -35,7 +35,8 @@ class Sequences(torch.utils.data.Dataset):
         return len(self._ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self._ids[index], "labels": self._ids[index]}
+        # The first token is predicted by none; older Trainers would count it in the mean.
+        return {"input_ids": self._ids[index], "labels": torch.cat([torch.tensor([-100]), self._ids[index][1:]])}
 
 
 class InOrder(Trainer):
@@ -45,7 +46,9 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def trainer(out, model, optimizer, *, steps, callbacks=(), accumulate=1, clip=0.0, checkpointing=None, evaluate=None, **settings) -> Trainer:
+def trainer(
+    out, model, optimizer, *, steps, callbacks=(), accumulate=1, clip=0.0, checkpointing=None, evaluate=None, **settings
+) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(out),
         max_steps=steps,
@@ -63,7 +66,8 @@ def trainer(out, model, optimizer, *, steps, callbacks=(), accumulate=1, clip=0.
         dataloader_pin_memory=False,
         **{"save_strategy": "no"} | settings,
     )
-    return InOrder(model, arguments, train_dataset=Sequences(), eval_dataset=evaluate, optimizers=(optimizer, None), callbacks=list(callbacks))
+    data = dict(train_dataset=Sequences(), eval_dataset=evaluate)
+    return InOrder(model, arguments, **data, optimizers=(optimizer, None), callbacks=list(callbacks))
 
 
 def plain_loop(model, optimizer, *, steps, accumulate=1, clip=0.0, autocast=False) -> list[float]:

@@ -103,16 +103,10 @@ class BlockOptimizer(DropIn):
             switch_every=switch_block_every,
             start_block=start_block,
         )
-        for theirs, ours in zip(base_optimizer.param_groups, self.param_groups):
-            theirs.update(ours)
-        self.param_groups = base_optimizer.param_groups
-        self.base_optimizer, self.defaults = base_optimizer, base_optimizer.defaults
+        self._adopt(base_optimizer)
+        self._check_lora()
         self.block_prefix_list = [self._prefixes(block, prefixes or [[f"{block.name}."]]) for block in self.blocks]
         self.block_num = len(self.blocks)
-        self.lora_mode = any("lora" in name for name, _ in named)
-        if self.lora_mode and not any("lora" in span.name for block in self.blocks for span in block.spans):
-            self.close()
-            raise ValueError("there are parameters with 'lora' in their names, but none is trainable and in a block: check block_prefix_list")
         if bug_compatible and (switch_block_every or 0) > 1:
             self._schedule = dataclasses.replace(self._schedule, first_step=-1)
         self.switch_mode, self.switch_block_every = switch_mode, switch_block_every
@@ -121,6 +115,21 @@ class BlockOptimizer(DropIn):
         self.register_step_post_hook(forget_clipping)
         self.register_switch_hook(_say_prefixes)
         _say_prefixes(self)
+
+    def _adopt(self, base_optimizer: torch.optim.Optimizer) -> None:
+        """Share the group dicts with `base_optimizer`, so that what is written through either is read by both."""
+        for theirs, ours in zip(base_optimizer.param_groups, self.param_groups):
+            theirs.update(ours)
+        self.param_groups = base_optimizer.param_groups
+        self.base_optimizer, self.defaults = base_optimizer, base_optimizer.defaults
+
+    def _check_lora(self) -> None:
+        self.lora_mode = any("lora" in name for name, _ in self.named_parameters_list)
+        if self.lora_mode and not any("lora" in span.name for block in self.blocks for span in block.spans):
+            self.close()
+            raise ValueError(
+                "expected trainable parameters with 'lora' in their names in some block; there are none: check block_prefix_list"
+            )
 
     @property
     def current_block_idx(self) -> int:

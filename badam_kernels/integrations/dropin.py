@@ -65,7 +65,10 @@ def named_groups(groups: Iterable[dict], named: list[tuple[str, Tensor]]) -> lis
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         nameless = [tuple(p.shape) for p in params if id(p) not in names]
         if nameless:
-            raise ValueError(f"{len(nameless)} parameters have no name in named_parameters_list, shapes {nameless[:3]}: {_HOW} of the same model")
+            raise ValueError(
+                f"{len(nameless)} parameters have no name in named_parameters_list, shapes {nameless[:3]}: "
+                f"{_HOW} of the same model"
+            )
         result.append({**group, "params": [(names[id(p)], p) for p in params]})
     return result
 

@@ -58,9 +58,7 @@ class BlockOptimizerRatio(DropIn):
         if mask_mode not in ("adjacent", "scatter"):
             raise ValueError(f"mask_mode must be 'adjacent' or 'scatter'; got {mask_mode!r}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, **options} if optimizer_defaults is None else dict(optimizer_defaults)
-        unknown = defaults.keys() - {"lr", "betas", "eps", "weight_decay", *_HOW_TO_COMPUTE, *_CHECKED}
-        if unknown:
-            raise TypeError(f"unexpected options {', '.join(sorted(unknown))}: BlockOptimizerRatio takes AdamW's lr, betas, eps, weight_decay")
+        _check_options(defaults)
         self.named_parameters_list = named = list(named_parameters_list)
         given = list(param_groups)
         given = given if all(isinstance(group, dict) for group in given) else [{"params": given}]
@@ -97,16 +95,14 @@ class BlockOptimizerRatio(DropIn):
         """As BlockAdam's; `scatter` is what the active elements take beside their parameters."""
         report = super().memory()
         if self._scatter.nbytes:
-            report["scatter"] = {"host_pageable" if (d := self._scatter_device()).type == "cpu" else str(d): self._scatter.nbytes}
+            device = self._params[self.active_block.spans[0].name].device
+            report["scatter"] = {"host_pageable" if device.type == "cpu" else str(device): self._scatter.nbytes}
         return report
 
     def export_fp32(self, path: Any) -> None:
         if self._scatter.stand_ins:
             raise ValueError("export_fp32 knows ranges of elements, not scattered ones: use mask_mode='adjacent'")
         super().export_fp32(path)
-
-    def _scatter_device(self) -> torch.device:
-        return self._params[self.active_block.spans[0].name].device
 
     def _standing_in(self, pairs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         return [other for name, param in pairs for other in self._scatter.stand_ins.get(name, [(name, param)])]
@@ -121,6 +117,12 @@ class BlockOptimizerRatio(DropIn):
     def _open_visit(self) -> None:
         self._gather()
         super()._open_visit()
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    unknown = options.keys() - {"lr", "betas", "eps", "weight_decay", *_HOW_TO_COMPUTE, *_CHECKED}
+    if unknown:
+        raise TypeError(f"unexpected options {', '.join(sorted(unknown))}: expected those of AdamW, lr, betas, eps, weight_decay")
 
 
 # --- windows of a ratio ---------------------------------------------------------------------------------------------

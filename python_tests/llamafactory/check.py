@@ -149,8 +149,8 @@ print(len(x), "weights and", len(s["state"]), "states are equal, bit for bit")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--environment", type=Path, default=REPOSITORY / ".venv-llamafactory")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "llamafactory")
+    parser.add_argument("--environment", type=Path, required=True, help="folder of the environment; made if it is not there")
+    parser.add_argument("--out", type=Path, required=True, help="folder for model, data, runs and their logs; emptied first")
     options = parser.parse_args()
     began = time.perf_counter()
     python, data = make_environment(options.environment.absolute()), options.out.absolute()

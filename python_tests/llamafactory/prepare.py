@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 folder = Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)
 examples = [
-    {"instruction": f"Say the number {i}.", "input": "", "output": f"The number is {i}, and {i} comes before {i + 1}."} for i in range(64)
+    {"instruction": f"Say the number {i}.", "input": "", "output": f"The number is {i}; {i} comes before {i + 1}."}
+    for i in range(64)
 ]
 (folder / "numbers.json").write_text(json.dumps(examples))
 (folder / "dataset_info.json").write_text(json.dumps({"numbers": {"file_name": "numbers.json"}}))

@@ -27,7 +27,7 @@ filled = {
     "train.logging_steps": 1,
     "train.batch_size": 2,
     "train.gradient_accumulation_steps": 1,
-    "train.extra_args": '{"optim": "adamw_torch", "max_steps": 4, "cutoff_len": 48, "use_cpu": true, "preprocessing_num_workers": 1}',
+    "train.extra_args": '{"max_steps": 4, "cutoff_len": 48, "use_cpu": true, "preprocessing_num_workers": 1}',
 }
 form |= {manager.get_elem_by_id(name): value for name, value in filled.items()}
 for shown in runner.run_train(form):
