@@ -70,7 +70,7 @@ class Room:
         return dict(self.holds)
 
     def prefetch(self, host: dict[Span, Slots]) -> None:
-        if self._acquired or self._error is not None:
+        if self._acquired:
             return
         try:
             self._load(host)

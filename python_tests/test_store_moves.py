@@ -96,10 +96,9 @@ def switch_at_random(make, plan, seed):
             slots.prefetch(blocks[count % len(blocks)] if count % 3 == 0 else spans, CPU)
         if count % 7 == 6:
             span = list(layout)[count % len(layout)]
-            values = {slot: torch.randint(256, (bits(v).numel(),), generator=random).to(torch.uint8).view(v.dtype)
-                      for slot, v in slots.read(span).items()}  # fmt: skip
-            slots.write(span, values)
-            expected[span] = {slot: bits(value) for slot, value in values.items()}
+            values = {slot: torch.randint(256, value.shape, generator=random).byte() for slot, value in expected[span].items()}
+            slots.write(span, {slot: value.view(layout[span][slot]) for slot, value in values.items()})
+            expected[span] = values
         for span, fetched in slots.fetch(spans, CPU).items():
             for slot, value in fetched.items():
                 assert torch.equal(bits(value), expected[span][slot]), (count, span, slot)
