@@ -33,7 +33,7 @@ class Progress:
             return
         if self._skipped is None or self._skipped.device != skipped.device:
             self.settle()
-            self._start(skipped.device)
+            self._start(skipped)
         self._skipped.add_(skipped)
         self._host.copy_(self._skipped, non_blocking=True)
         if self._copied is not None:
@@ -50,9 +50,10 @@ class Progress:
             self._seen, self._pending = skipped, 0
         return self._done
 
-    def _start(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
+    def _start(self, skipped: Tensor) -> None:
+        on_gpu = skipped.device.type == "cuda"
         self._seen = 0
-        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
-        self._host = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu)
+        # In the dtype of what is added, since torch takes twice as long to add two dtypes. fp32 counts exactly to 2**24.
+        self._skipped = torch.zeros_like(skipped)
+        self._host = torch.zeros((), dtype=skipped.dtype, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None

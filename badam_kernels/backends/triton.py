@@ -89,6 +89,7 @@ class _Launch:
 
     constants: dict[str, Any]
     chunks: Tensor
+    programs: int
 
 
 class _State:
@@ -101,12 +102,13 @@ class _State:
         self._copied, self._bounds = self._host[:, : len(COLUMNS)], self._host[:, kernels.BOUND.value]
         self._addresses, self._vectors = visit.table[:, : GRAD + 1], visit.table[:, NUMEL] // 16
         first, self.norm_chunks = _chunks(visit.table[:, NUMEL], tile.chunk, device)
+        self.norm_programs = len(self.norm_chunks)
         self._host[:, kernels.FIRST_NORM.value] = first
         self.table = _Mirror(self._host, device)
         self.hyper = _Mirror(torch.empty(2 + len(visit.hyper), dtype=torch.float64), device)
         self.steps = visit.table[:, STEP].contiguous().to(device)
         self.scalars = torch.zeros(rows, kernels.SCALARS.value, device=device)
-        self.partials = torch.zeros(2 * len(self.norm_chunks), device=device)
+        self.partials = torch.zeros(2 * self.norm_programs, device=device)
         self.result = torch.zeros(2, device=device)
         self.norm, self.found_inf = self.result.unbind()
         self.launches: list[_Launch] = []
@@ -130,6 +132,10 @@ class _State:
             self.table.send(self._host)
             self._version = visit.version
 
+    def knows(self, visit: Visit) -> bool:
+        """Whether the device has the table as it is on the host."""
+        return (visit.version, visit.layout) == (self._version, self._layout)
+
     def _classify(self, visit: Visit) -> None:
         """Plan anew if a row's codec and gradient dtype are no longer those of its launch."""
         table = visit.table
@@ -151,7 +157,7 @@ class _State:
                 "RULE": rule, "MOMENTS": moments, "DECODE": decode, "ENCODE": encode, "PARAM_TYPE": param,
                 "AUXILIARY_TYPE": auxiliary, "GRAD_TYPE": kernels.GRADS[cls % len(PARAM_DTYPES)], "BLOCK": self.tile.update,
             }  # fmt: skip
-            self.launches.append(_Launch(constants, chunks))
+            self.launches.append(_Launch(constants, chunks, len(chunks)))
 
 
 def _chunks(numel: Tensor, size: int, device: torch.device, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -179,26 +185,45 @@ class _Triton:
 
     def upload(self, visit: Visit, scale: float | Tensor | None, max_norm: float | None) -> None:
         """Bring hyper-parameters and addresses to the device without a step: before the replay of a captured one."""
-        state = visit.state
-        if state is None:
-            visit.state = state = _State(visit, _tile())
-            visit.counters = state.steps
-        factor = 1.0 if scale is None or isinstance(scale, Tensor) else scale
-        with torch.cuda.device_of(state.table.tensor):
-            state.upload(visit, factor, math.inf if max_norm is None else max_norm)
+        with torch.cuda.device_of(visit.rows[0].param):
+            self._upload(visit, scale, max_norm)
+
+    def launch(
+        self, visit: Visit, scale: float | Tensor | None, max_norm: float | None, found_inf: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | bool]:
+        """The kernels of `apply` alone, while a CUDA graph records them: hyper-parameters wait for the `upload` before a replay."""
+        if visit.state is None or not visit.state.knows(visit):
+            raise RuntimeError(
+                "a CUDA graph is being captured, and gradients or weights lie elsewhere than at the last step: capture after a step "
+                "on the same gradient buffers (BlockAdam's static_grads=True)"
+            )
+        with torch.cuda.device_of(visit.rows[0].param):
+            return self._launch(visit, scale, max_norm, found_inf)
 
     def apply(
         self, visit: Visit, scale: float | Tensor | None, max_norm: float | None, found_inf: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | bool]:
         """The norm and found_inf live on the device and hold until the next call."""
-        self.upload(visit, scale, max_norm)
+        with torch.cuda.device_of(visit.rows[0].param):
+            self._upload(visit, scale, max_norm)
+            return self._launch(visit, scale, max_norm, found_inf)
+
+    def _upload(self, visit: Visit, scale: float | Tensor | None, max_norm: float | None) -> None:
+        if visit.state is None:
+            visit.state = _State(visit, _tile())
+            visit.counters = visit.state.steps
+        factor = 1.0 if scale is None or isinstance(scale, Tensor) else scale
+        visit.state.upload(visit, factor, math.inf if max_norm is None else max_norm)
+
+    def _launch(
+        self, visit: Visit, scale: float | Tensor | None, max_norm: float | None, found_inf: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | bool]:
         state, measured = visit.state, scale is not None or max_norm is not None
-        with torch.cuda.device_of(state.table.tensor):
-            if measured:
-                _launch_norm(state)
-            _launch_finish(state, visit, measured, scale if isinstance(scale, Tensor) else None, found_inf)
-            for launch in state.launches:
-                _launch_update(state, launch)
+        if measured:
+            _launch_norm(state)
+        _launch_finish(state, visit, measured, scale if isinstance(scale, Tensor) else None, found_inf)
+        for launch in state.launches:
+            _launch_update(state, launch)
         return (state.norm if measured else None), (state.found_inf if measured or found_inf is not None else False)
 
 
@@ -213,8 +238,8 @@ def _tile() -> Tile:
 
 
 def _launch_norm(state: _State) -> None:
-    if len(state.norm_chunks):
-        kernels.norm[(len(state.norm_chunks),)](
+    if state.norm_programs:
+        kernels.norm[(state.norm_programs,)](
             state.table.tensor, state.partials, state.norm_chunks, CHUNK=state.tile.chunk, BLOCK=state.tile.norm,
             num_warps=state.tile.warps, **_FUSED,
         )  # fmt: skip
@@ -223,14 +248,14 @@ def _launch_norm(state: _State) -> None:
 def _launch_finish(state: _State, visit: Visit, measured: bool, scale: Tensor | None, found_inf: Tensor | None) -> None:
     kernels.finish[(1,)](
         state.hyper.tensor, state.table.tensor, state.steps, state.scalars, state.result, state.partials if measured else None,
-        scale, found_inf, len(visit.rows), len(state.norm_chunks), ADAPTIVE=visit.rule.adaptive, DECOUPLED=visit.rule.decoupled,
+        scale, found_inf, len(visit.rows), state.norm_programs, ADAPTIVE=visit.rule.adaptive, DECOUPLED=visit.rule.decoupled,
         BLOCK=state.tile.finish, num_warps=4, **_FUSED,
     )  # fmt: skip
 
 
 def _launch_update(state: _State, launch: _Launch) -> None:
-    if len(launch.chunks):
-        kernels.update[(len(launch.chunks),)](
+    if launch.programs:
+        kernels.update[(launch.programs,)](
             state.table.tensor, state.scalars, state.result, launch.chunks, **launch.constants,
             num_warps=state.tile.warps, **_FUSED,
         )  # fmt: skip
