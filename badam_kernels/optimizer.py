@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import backends, blocks as partitions, checkpoint, formats, groups as named_groups, rules
 from .blocks import Block, Partition, Span
+from .buffers import Buffers, StaticGradients
 from .progress import Progress
 from .schedule import Schedule
 from .store import Store
@@ -24,7 +25,6 @@ from .visit import Row, Visit
 __all__ = ["BlockAdam"]
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 16  # elements; rows of a moment buffer start on 64 bytes
 _owners = WeakIdKeyDictionary()  # parameter -> weak reference to the BlockAdam that switches its requires_grad
 
 
@@ -44,6 +44,8 @@ class BlockAdam(torch.optim.Optimizer):
     max_grad_norm    clip the L2 norm of the active block's gradients; a step with non-finite gradients is then skipped
     seed             of the random schedule
     backend          "auto", or the name of one
+    static_grads     keep the active block's gradients in memory that never moves, as CUDA graphs need (see `replay`): buffers
+                     as large as the largest block, which `zero_grad` zeroes. False: dropped, and made anew by autograd
 
     Idle parameters do not require grad, so a backward pass computes and keeps only the active block's gradients. Parameters
     in no block, and those frozen before, stay frozen. Weights may be edited from outside at any time and keep their edit.
@@ -72,6 +74,7 @@ class BlockAdam(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         seed: int = 0,
         backend: str = "auto",
+        static_grads: bool = False,
     ):
         if moments not in ("visit", "run"):
             raise ValueError(f"moments must be 'visit' or 'run'; got {moments!r}")
@@ -96,7 +99,8 @@ class BlockAdam(torch.optim.Optimizer):
         self._group_of = {name: i for i, group in enumerate(self.param_groups) for name in group["param_names"]}
         self._store = Store({span: self._run_slots(span) for span in spans}, {named[span.name].device for span in spans})
         self._row_steps: dict[Span, int] = {}
-        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._buffers = Buffers(self.blocks, self._visit_slots)
+        self._static_grads = StaticGradients(self.blocks, named) if static_grads else None
         self._visit: Visit | None = None
         self._switch_hooks: OrderedDict[int, Callable] = OrderedDict()
         self._told: set[str] = set()
@@ -108,7 +112,7 @@ class BlockAdam(torch.optim.Optimizer):
         self._restore = weakref.finalize(self, _restore_requires_grad, trained)
         for param in trained:
             param.requires_grad_(False)
-        self._require_grad(self.active_block, True)
+        self._collect_grads()
         for line in self._partition.skipped_lines():
             _log.info(line)
 
@@ -143,10 +147,7 @@ class BlockAdam(torch.optim.Optimizer):
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes held beside weights and gradients, by slot ("w": what extends weights to fp32, "m", "v") and place."""
         report = self._store.memory()
-        for (slot, device), buffer in self._buffers.items():
-            place = "host_pageable" if device.type == "cpu" else str(device)
-            report.setdefault(slot, {})[place] = buffer.nbytes
-        return report
+        return report | self._buffers.nbytes()
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -178,6 +179,12 @@ class BlockAdam(torch.optim.Optimizer):
                 self._switch(following)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero all gradients; with `static_grads`, zero those of the active block where they are."""
+        super().zero_grad(set_to_none or self._static_grads is not None)
+        if self._static_grads is not None:
+            self._static_grads.zero()
+
     def add_param_group(self, param_group: dict) -> None:
         """Only for the constructor: blocks are fixed once the optimizer exists."""
         if getattr(self, "_sealed", False):
@@ -191,6 +198,7 @@ class BlockAdam(torch.optim.Optimizer):
             _owners.pop(param, None)
         self._visit = None
         self._buffers.clear()
+        self._static_grads = None
         self._store.close()
         self.step = self._closed  # type: ignore[method-assign]
 
@@ -219,10 +227,10 @@ class BlockAdam(torch.optim.Optimizer):
                 )
         device = self._params[spans[0].name].device
         stored = self._store.fetch(spans, device)
-        fresh = {} if self._moments == "run" else {slot: self._zeroed(slot, device) for slot in self._rule.moments}
-        rows, offset = [], 0
-        for span in spans:
-            slots = stored[span] | {slot: buffer[offset : offset + span.numel] for slot, buffer in fresh.items()}
+        fresh = {slot: tensors for (slot, *_), (_, tensors) in self._buffers.used(self.active_block).items()}
+        rows = []
+        for i, span in enumerate(spans):
+            slots = stored[span] | {slot: tensors[i] for slot, tensors in fresh.items()}
             rows.append(
                 Row(
                     span,
@@ -234,20 +242,16 @@ class BlockAdam(torch.optim.Optimizer):
                     self._row_steps.get(span, 0),
                 )
             )
-            offset += _aligned(span)
         self._backend = backends.resolve(self._backend_name, device)
         self._written = list({id(row.param): row.param for row in rows}.values())
         self._visit = Visit(self._rule, rows, self.param_groups)
 
-    def _zeroed(self, slot: str, device: torch.device) -> Tensor:
-        """A zeroed buffer for the active block's moments: one per slot and device, as large as its largest block, kept."""
-        buffer = self._buffers.get((slot, device))
-        if buffer is None:
-            size = max(_padded(b) for b in self._partition if self._params[b.spans[0].name].device == device)
-            buffer = torch.empty(size, dtype=self._format.moment.primary, device=device)
-            self._buffers[slot, device] = buffer
-        buffer[: _padded(self.active_block)].zero_()
-        return buffer
+    def _visit_slots(self, block: Block) -> dict[tuple[str, torch.dtype, torch.device], list[int]]:
+        """Sizes of the slots of `block` that live for the visit, for `Buffers`."""
+        if self._moments == "run":
+            return {}
+        device, sizes = self._params[block.spans[0].name].device, [span.numel for span in block.spans]
+        return {(slot, self._format.moment.primary, device): sizes for slot in self._rule.moments}
 
     def _close_visit(self) -> None:
         """Return the run-lifetime slots to the store."""
@@ -264,9 +268,7 @@ class BlockAdam(torch.optim.Optimizer):
         self._close_visit()
         new = self.active_block
         self._store.prefetch(new.spans, self._params[new.spans[0].name].device)
-        staying = {span.name for span in new.spans}
-        self._require_grad(old, False, staying)
-        self._require_grad(new, True)
+        self._collect_grads(old)
         for hook in list(self._switch_hooks.values()):
             hook(self, old, new)
 
@@ -274,8 +276,7 @@ class BlockAdam(torch.optim.Optimizer):
         """Continue at `global_step`, with `moments` where they live for the visit; the store is already set."""
         old, self._schedule, self._progress = self.active_block, schedule, Progress(global_step)
         self._active = schedule(global_step)
-        self._require_grad(old, False, {span.name for span in self.active_block.spans})
-        self._require_grad(self.active_block, True)
+        self._collect_grads(old)
         if moments:
             self._open_visit()
             for row in self._visit.rows:
@@ -284,12 +285,16 @@ class BlockAdam(torch.optim.Optimizer):
         if self._moments == "visit":
             self._row_steps.clear()
 
-    def _require_grad(self, block: Block, wanted: bool, leave: frozenset | set = frozenset()) -> None:
-        for name in {span.name for span in block.spans} - leave:
-            param = self._params[name]
-            param.requires_grad_(wanted)
-            if not wanted:
-                param.grad = None
+    def _collect_grads(self, old: Block | None = None) -> None:
+        """Let a backward pass compute the gradients of the active block, and no longer those of `old`."""
+        names = {span.name for span in self.active_block.spans}
+        for name in set() if old is None else {span.name for span in old.spans} - names:
+            self._params[name].requires_grad_(False)
+            self._params[name].grad = None
+        for name in names:
+            self._params[name].requires_grad_(True)
+        if self._static_grads is not None:
+            self._static_grads.attach(self.active_block)
 
     def _tell_missing(self, names: list[str]) -> None:
         new = [name for name in names if name not in self._told]
@@ -335,15 +340,6 @@ class BlockAdam(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(None)
-
-
-def _aligned(span: Span) -> int:
-    """Elements that a span takes in a moment buffer."""
-    return -(-span.numel // _ALIGNMENT) * _ALIGNMENT
-
-
-def _padded(block: Block) -> int:
-    return sum(map(_aligned, block.spans))
 
 
 def _partition(named: dict[str, Tensor], blocks: Any) -> Partition:
