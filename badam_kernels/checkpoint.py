@@ -97,7 +97,8 @@ def unpack(optimizer: BlockAdam, state_dict: dict[str, Any]) -> None:
         group.update({k: v for k, v in saved.items() if k != "params"})
     optimizer._visit = None
     optimizer._row_steps.clear()
-    optimizer._store.drop()
+    # The state's tensors may be this store's own: those that are written next must not be cleared first.
+    optimizer._store.drop(keep=[keys[key] for key, entry in state_dict["state"].items() if _stored(entry)])
     moments: dict[Span, dict[str, Tensor]] = {}
     for key, entry in state_dict["state"].items():
         span = keys[key]

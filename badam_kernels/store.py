@@ -103,15 +103,16 @@ class Store:
         for room in self._rooms.values():
             room.flush([span for span in spans if span in room.holds])
 
-    def drop(self) -> None:
-        """Forget everything: every slot is zeros again, nothing is fetched."""
+    def drop(self, keep: Iterable[Span] = ()) -> None:
+        """Forget everything: every slot is zeros again, nothing is fetched. The host copies of `keep` are left as they are."""
         for room in self._rooms.values():
             room.drop()
         self._fetched.clear()
-        for span in self._touched:
+        kept = self._touched.intersection(keep)
+        for span in self._touched - kept:
             for host in self._host[span].values():
                 host.zero_()
-        self._touched.clear()
+        self._touched = kept
 
     def touched(self) -> list[Span]:
         """The spans that were ever fetched or written; all slots of the others are zeros."""

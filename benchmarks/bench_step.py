@@ -26,6 +26,7 @@ from badam_kernels.backends.cpu import isas
 
 RESULTS = Path(__file__).parent / "results"
 HIDDEN, INNER = 2048, 5632
+_SETTLE_S = 0.03  # OpenMP's threads spin for some milliseconds after a contender's step, on the cores of the next one
 
 
 def llama_layer(hidden: int, inner: int) -> list[tuple[int, ...]]:
@@ -71,6 +72,7 @@ def least_times(contenders: list[Contender], rounds: int) -> dict[str, float]:
     for _ in range(rounds + 1):  # the first round warms up
         for contender in contenders:
             contender.prepare()
+            time.sleep(_SETTLE_S)
             started = time.perf_counter()
             contender.step()
             elapsed = time.perf_counter() - started

@@ -97,6 +97,16 @@ def test_resume_without_the_residuals_would_not_be_bitwise():
         assert_same_bits(weights(resumed), weights(model))
 
 
+@pytest.mark.parametrize("moments", ["visit", "run"])
+def test_an_optimizer_loads_its_own_state_without_a_change(moments):
+    """accelerate does so when it prepares an optimizer; the state's tensors are then the live ones."""
+    model, optimizer, scheduler = make(BF16, switch_every=3, moments=moments)
+    train(model, optimizer, range(8), scheduler)
+    before = flat_state(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert flat_state(optimizer.state_dict()) == before
+
+
 def test_the_saved_schedule_and_hyper_parameters_win():
     _, optimizer, _ = make(BF16, switch_every=3, seed=1)
     state = through_a_file(optimizer.state_dict())
