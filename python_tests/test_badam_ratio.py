@@ -215,3 +215,17 @@ def test_a_scheduler_and_zero_grad_act_on_the_models_parameters(mode):
     before = copy.deepcopy(model.state_dict())
     changed_by_a_visit(model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@MODES
+def test_weights_edited_in_the_middle_of_a_visit_keep_the_edit(mode):
+    model = tiny(BF16)
+    optimizer = wrap(model, mask_mode=mode)
+    changed_by_a_visit(model, optimizer, 13)
+    param = model.layers[0].up.weight
+    wanted = torch.linspace(-3, 3, param.numel()).view_as(param).to(BF16)
+    param.data.copy_(wanted)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    changed_by_a_visit(model, optimizer, 6)
+    assert torch.equal(param, wanted)

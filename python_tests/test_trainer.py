@@ -123,6 +123,19 @@ def test_the_callback_logs_what_trained_and_what_is_held(tmp_path):
     assert entries[-1]["optimizer_bytes"] == entries[-1]["host_bytes"] == held
 
 
+@pytest.mark.parametrize(("lr", "low", "high"), [(1e-6, 0.0, 0.2), (1e-2, 0.95, 1.05)])
+def test_the_callback_says_how_much_of_an_update_shows_in_16_bits(lr, low, high, tmp_path):
+    """At a small lr most of a visit lives in the masters alone."""
+    model = llama(BF16)
+    runner = trainer(tmp_path, model, block_adam(model, lr=lr, switch_every=4), steps=8, callbacks=[BlockAdamCallback])
+    runner.train()
+    assert all(low <= entry["surviving_update"] <= high for entry in logged(runner))
+    model = llama()
+    runner = trainer(tmp_path, model, block_adam(model), steps=1, callbacks=[BlockAdamCallback])
+    runner.train()
+    assert "surviving_update" not in logged(runner)[0]
+
+
 def test_checkpointing_functions_are_given_back_after_training(tmp_path):
     model = llama()
     trainer(tmp_path, model, block_adam(model), steps=1, callbacks=[BlockAdamCallback], checkpointing="reentrant").train()

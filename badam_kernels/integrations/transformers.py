@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..blocks import Span
 from ..optimizer import BlockAdam
 
 __all__ = ["BAdamCallback", "BlockAdamCallback", "last_complete_checkpoint", "stop_backward_at_active_block"]
@@ -24,8 +25,9 @@ class BlockAdamCallback(TrainerCallback):
     """What the Trainer cannot know of BlockAdam.
 
     Adds to every log entry, those of ``trainer_state.json`` too, which block trained: ``block`` (index), ``block_name``,
-    ``visit`` (0 for the first), and what is held beside weights and gradients: ``optimizer_bytes`` in all, of which
-    ``host_bytes`` in host memory. Makes gradient checkpointing stop at the active block, and keeps the learning-rate
+    ``visit`` (0 for the first), what is held beside weights and gradients, ``optimizer_bytes`` in all, of which ``host_bytes``
+    in host memory, and for 16-bit weights ``surviving_update``: how much of what this visit did to the masters shows in the
+    weights themselves, 1 for all of it. The rest would be lost if masters were dropped at a switch. Makes gradient checkpointing stop at the active block, and keeps the learning-rate
     scheduler from advancing at a step that was skipped for an overflow.
 
     optimizer   the BlockAdam; None: the Trainer's
@@ -36,6 +38,7 @@ class BlockAdamCallback(TrainerCallback):
         self._trained: dict[str, object] = {}
         self._counted, self._visit, self._step = 0, 0, 0
         self._restore: Callable[[], None] = lambda: None
+        self._sample = _Sample()
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         if self._optimizer is None:
@@ -55,6 +58,7 @@ class BlockAdamCallback(TrainerCallback):
             "block_name": optimizer.active_block.name,
             "visit": self._visit_at(optimizer.global_step),
         }
+        self._sample.begin(optimizer, self._visit)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self._step = self._optimizer.global_step
@@ -72,6 +76,9 @@ class BlockAdamCallback(TrainerCallback):
                 "optimizer_bytes": sum(size for _, size in held),
                 "host_bytes": sum(size for place, size in held if place.startswith("host")),
             }
+            share = self._sample.surviving(self._optimizer)
+            if share is not None:
+                entry["surviving_update"] = share
             logs.update(entry)
             state.log_history[-1].update(entry)
 
@@ -83,6 +90,42 @@ class BlockAdamCallback(TrainerCallback):
         self._visit += sum(block_at(t) != block_at(t - 1) for t in range(self._counted + 1, step + 1))
         self._counted = step
         return self._visit
+
+
+class _Sample:
+    """Some weights of the active block and their masters as the visit began."""
+
+    _ELEMENTS = 65_536
+
+    def __init__(self) -> None:
+        self._visit: int | None = None
+        self._span: Span | None = None
+
+    def begin(self, optimizer: BlockAdam, visit: int) -> None:
+        """Take the sample, if `visit` is new: of the block's largest part that has a master and memory of its own."""
+        if visit == self._visit:
+            return
+        self._visit = visit
+        spans = [span for span in optimizer.active_block.spans if "w" in optimizer._run_slots(span)]
+        spans = [span for span in spans if optimizer._params[span.name].is_contiguous()]
+        self._span = max(spans, key=lambda span: span.numel, default=None)
+        if self._span is not None:
+            self._weights, self._masters = self._now(optimizer)
+
+    def _now(self, optimizer: BlockAdam) -> tuple[Tensor, Tensor]:
+        span, count = self._span, min(self._span.numel, self._ELEMENTS)
+        weights = optimizer._params[span.name].detach().view(-1)[span.start : span.start + count].clone()
+        auxiliary = optimizer._store.read(span)["w"][:count].to(weights.device)
+        return weights.float(), optimizer._codecs[span.name].decode(weights, auxiliary)
+
+    def surviving(self, optimizer: BlockAdam) -> float | None:
+        """The change of the weights projected on that of the masters; None without masters or without a change."""
+        if self._span is None:
+            return None
+        weights, masters = self._now(optimizer)
+        update = (masters - self._masters).double()
+        size = float(update.square().sum())
+        return float(((weights - self._weights).double() * update).sum()) / size if size else None
 
 
 class BAdamCallback(BlockAdamCallback):

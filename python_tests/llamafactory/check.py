@@ -66,7 +66,7 @@ def make_environment(folder: Path) -> Path:
     if not (folder / "ready").exists():
         shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
-        pip(python, "install", *PACKAGES)
+        pip(python, "install", "--no-compile", *PACKAGES)
         # Their builds do not match a CPU build of torch; LLaMA-Factory imports torchaudio, but needs nothing from it here.
         pip(python, "uninstall", "--yes", "torchvision", "torchaudio")
         site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
