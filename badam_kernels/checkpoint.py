@@ -47,6 +47,7 @@ def _header(optimizer: BlockAdam) -> dict[str, Any]:
         "rule": optimizer._rule.name,
         "moments": optimizer._moments,
         "schedule": schedule,
+        "loss_scale": optimizer._loss_scale and optimizer._loss_scale.state(),
         "blocks": [[block.name, [key_of[span] for span in block.spans]] for block in optimizer.blocks],
     }
 
@@ -95,6 +96,8 @@ def unpack(optimizer: BlockAdam, state_dict: dict[str, Any]) -> None:
     keys = _keys(optimizer)
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
         group.update({k: v for k, v in saved.items() if k != "params"})
+    if optimizer._loss_scale is not None:
+        optimizer._loss_scale.load(header.get("loss_scale"))
     optimizer._visit = None
     optimizer._row_steps.clear()
     # The state's tensors may be this store's own: those that are written next must not be cleared first.

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import backends, blocks as partitions, checkpoint, formats, groups as named_groups, rules
 from .blocks import Block, Partition, Span
 from .buffers import Buffers, StaticGradients
+from .loss_scale import LossScale
 from .progress import Progress
 from .schedule import Schedule
 from .store import Store
@@ -46,6 +47,8 @@ class BlockAdam(torch.optim.Optimizer):
     backend          "auto", or the name of one
     static_grads     keep the active block's gradients in memory that never moves, as CUDA graphs need (see `replay`): buffers
                      as large as the largest block, which `zero_grad` zeroes. False: dropped, and made anew by autograd
+    loss_scale       for fp16 without a GradScaler, with ``optimizer.scale(loss).backward()``: a number, or "dynamic" (2**16,
+                     doubled after 2000 successful steps, halved at an overflow, which is skipped)
 
     Idle parameters do not require grad, so a backward pass computes and keeps only the active block's gradients. Parameters
     in no block, and those frozen before, stay frozen. Weights may be edited from outside at any time and keep their edit.
@@ -75,6 +78,7 @@ class BlockAdam(torch.optim.Optimizer):
         seed: int = 0,
         backend: str = "auto",
         static_grads: bool = False,
+        loss_scale: float | str | None = None,
     ):
         if moments not in ("visit", "run"):
             raise ValueError(f"moments must be 'visit' or 'run'; got {moments!r}")
@@ -87,6 +91,7 @@ class BlockAdam(torch.optim.Optimizer):
         self._partition = _partition(named, blocks)
         self._schedule = Schedule(len(self._partition), schedule, switch_every, start_block, seed)
         self._rule, self._format = rules.resolve(rule), formats.resolve(format)
+        self._loss_scale = None if loss_scale is None else LossScale(loss_scale)
         self._moments, self.max_grad_norm, self._backend_name = moments, max_grad_norm, backend
         self._params: dict[str, Tensor] = named
         spans = list(dict.fromkeys(span for block in self._partition for span in block.spans))
@@ -167,9 +172,10 @@ class BlockAdam(torch.optim.Optimizer):
         visit = self._visit
         if visit.refresh() < len(visit.rows):
             self._tell_missing(visit.missing())
-        grad_scale = getattr(self, "grad_scale", None)
-        scale = None if grad_scale is None else 1.0 / torch.as_tensor(grad_scale).double()
-        self.grad_norm, overflow = self._backend.apply(visit, scale, self.max_grad_norm, getattr(self, "found_inf", None))
+        scale, found_inf = self._scaling()
+        self.grad_norm, overflow = self._backend.apply(visit, scale, self.max_grad_norm, found_inf)
+        if self._loss_scale is not None:
+            self._loss_scale.update(overflow)
         # Backends write through raw pointers; autograd must know that saved tensors are out of date.
         torch.autograd.graph.increment_version(self._written)
         self._progress.add(overflow)
@@ -178,6 +184,24 @@ class BlockAdam(torch.optim.Optimizer):
             if following != self._active:
                 self._switch(following)
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for ``optimizer.scale(loss).backward()``; `loss` itself without `loss_scale`."""
+        return loss if self._loss_scale is None else self._loss_scale.scale(loss)
+
+    @property
+    def loss_scale(self) -> float | Tensor | None:
+        """The loss scale as it is now; a dynamic one is a tensor on the device."""
+        return None if self._loss_scale is None else self._loss_scale.value
+
+    def _scaling(self) -> tuple[float | Tensor | None, Tensor | None]:
+        """(factor that unscales gradients, flag that says to skip the step), from the loss scale or a GradScaler."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if self._loss_scale is None:
+            return None if grad_scale is None else torch.as_tensor(grad_scale).double().reciprocal(), found_inf
+        if grad_scale is not None or found_inf is not None:
+            raise ValueError("gradients are scaled twice, by a GradScaler and by loss_scale: use one of them")
+        return self._loss_scale.inverse(self._visit.device), None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients; with `static_grads`, zero those of the active block where they are."""

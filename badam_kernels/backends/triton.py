@@ -191,11 +191,11 @@ class _Triton:
     def launch(
         self, visit: Visit, scale: float | Tensor | None, max_norm: float | None, found_inf: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | bool]:
-        """The kernels of `apply` alone, while a CUDA graph records them: hyper-parameters wait for the `upload` before a replay."""
+        """The kernels of `apply` alone, for a CUDA graph: new hyper-parameters wait for the `upload` before a replay."""
         if visit.state is None or not visit.state.knows(visit):
             raise RuntimeError(
-                "a CUDA graph is being captured, and gradients or weights lie elsewhere than at the last step: capture after a step "
-                "on the same gradient buffers (BlockAdam's static_grads=True)"
+                "a CUDA graph is being captured, and gradients or weights lie elsewhere than at the last step: capture after a "
+                "step on the same gradient buffers (BlockAdam's static_grads=True)"
             )
         with torch.cuda.device_of(visit.rows[0].param):
             return self._launch(visit, scale, max_norm, found_inf)
