@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -23,7 +24,14 @@ def formats_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"formats": formats_table}
+def measured(name: str) -> str:
+    """The rows of a file in benchmarks/results, as a benchmark wrote them."""
+    with open(ROOT / "benchmarks" / "results" / f"{name}.csv", newline="") as file:
+        rows = list(csv.reader(file))
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+
+
+TABLES = {"formats": formats_table, "cpu": lambda: measured("step_cpu")}
 
 
 def filled(text: str) -> str:
