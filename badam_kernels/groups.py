@@ -1,4 +1,4 @@
-"""Named parameter groups: what an optimizer is given, checked and made uniform."""
+"""Named parameter groups and blocks: what an optimizer is given, checked and made uniform."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from . import blocks as partitions
+from .blocks import Partition
 from .formats import PARAM_DTYPES
 
-__all__ = ["normalise"]
+__all__ = ["normalise", "partition"]
 
 _HOW = "pass model.named_parameters(), or groups {'params': [(name, parameter), ...]}"
 
@@ -46,6 +48,18 @@ def normalise(params: Iterable, defaults: dict[str, Any]) -> tuple[list[dict], d
         _check(merged)
         result.append(merged if pairs else merged | {"param_names": []})
     return result, named
+
+
+def partition(named: dict[str, Tensor], blocks: Any) -> Partition:
+    """`blocks` of the `named` parameters: a Partition, checked, or what `badam_kernels.blocks.partition` takes as ``by``."""
+    if not isinstance(blocks, Partition):
+        return partitions.partition(named.items(), by=blocks)
+    for span in (span for block in blocks for span in block.spans):
+        param = named.get(span.name)
+        if param is None or not 0 <= span.start < span.stop <= param.numel():
+            have = "no such parameter" if param is None else f"{param.numel()} elements"
+            raise ValueError(f"the partition has {span}, but there is {have}. Make it from the same named parameters.")
+    return blocks
 
 
 def _listed(group: dict) -> list:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
-from . import backends, blocks as partitions, checkpoint, formats, groups as named_groups, rules
-from .blocks import Block, Partition, Span
+from . import backends, checkpoint, formats, groups as named_groups, ownership, rules
+from .blocks import Block, Span
 from .buffers import Buffers, StaticGradients
 from .loss_scale import LossScale
 from .progress import Progress
@@ -26,7 +23,6 @@ from .visit import Row, Visit
 __all__ = ["BlockAdam"]
 
 _log = logging.getLogger(__name__)
-_owners = WeakIdKeyDictionary()  # parameter -> weak reference to the BlockAdam that switches its requires_grad
 
 
 class BlockAdam(torch.optim.Optimizer):
@@ -88,7 +84,7 @@ class BlockAdam(torch.optim.Optimizer):
             backends.load(backend)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         groups, named = named_groups.normalise(params, defaults)
-        self._partition = _partition(named, blocks)
+        self._partition = named_groups.partition(named, blocks)
         self._schedule = Schedule(len(self._partition), schedule, switch_every, start_block, seed)
         self._rule, self._format = rules.resolve(rule), formats.resolve(format)
         self._loss_scale = None if loss_scale is None else LossScale(loss_scale)
@@ -96,7 +92,6 @@ class BlockAdam(torch.optim.Optimizer):
         self._params: dict[str, Tensor] = named
         spans = list(dict.fromkeys(span for block in self._partition for span in block.spans))
         self._codecs = {name: self._format.codec(named[name].dtype) for name in dict.fromkeys(s.name for s in spans)}
-        _claim(self, [p for p in named.values() if p.requires_grad])
 
         self._sealed = False
         super().__init__(groups, defaults)
@@ -107,16 +102,14 @@ class BlockAdam(torch.optim.Optimizer):
         self._buffers = Buffers(self.blocks, self._visit_slots)
         self._static_grads = StaticGradients(self.blocks, named) if static_grads else None
         self._visit: Visit | None = None
+        self._captured: tuple[Visit, int, Any] | None = None
         self._switch_hooks: OrderedDict[int, Callable] = OrderedDict()
         self._told: set[str] = set()
         self.grad_norm: Any = None
         self._progress = Progress()
         self._active = self._schedule(0)
 
-        trained = [p for p in named.values() if p.requires_grad]
-        self._restore = weakref.finalize(self, _restore_requires_grad, trained)
-        for param in trained:
-            param.requires_grad_(False)
+        self._restore = ownership.take(self, [p for p in named.values() if p.requires_grad])
         self._collect_grads()
         for line in self._partition.skipped_lines():
             _log.info(line)
@@ -173,9 +166,40 @@ class BlockAdam(torch.optim.Optimizer):
         if visit.refresh() < len(visit.rows):
             self._tell_missing(visit.missing())
         scale, found_inf = self._scaling()
-        self.grad_norm, overflow = self._backend.apply(visit, scale, self.max_grad_norm, found_inf)
+        capturing = _capturing(visit.device)
+        apply = _recordable(self._backend) if capturing else self._backend.apply
+        self.grad_norm, overflow = apply(visit, scale, self.max_grad_norm, found_inf)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow)
+        if capturing:
+            self._captured = visit, visit.version, overflow
+        else:
+            self._count(overflow)
+        return loss
+
+    @torch.no_grad()
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """One step, and all else that `graph` holds: a CUDA graph into which a `step` of this visit was captured.
+
+        Brings lr and the other hyper-parameters to the device as they are now, replays, counts the step and switches if it is
+        due. A graph serves one visit: its first step is an eager one, which allocates; then forward, backward and `step` are
+        captured, with `static_grads` and `zero_grad` of this optimizer; under capture `step` launches its kernels and nothing
+        else. Whether gradients are clipped and scaled is what it was at the capture. Step hooks do not run.
+
+        Raises RuntimeError if nothing was captured in this visit, or if gradients or weights have moved since.
+        """
+        visit, version, overflow = self._captured or (None, 0, None)
+        if visit is None or visit is not self._visit or visit.version != version:
+            raise RuntimeError(
+                "the graph holds no step of this visit on these gradients and weights: after a switch, take one step and capture "
+                "again (`register_switch_hook` tells of switches)"
+            )
+        self._backend.upload(visit, self._scaling()[0], self.max_grad_norm)
+        graph.replay()
+        self._count(overflow)
+
+    def _count(self, overflow: bool | Tensor) -> None:
+        """What follows the kernels of a step: tell autograd, count, switch."""
         # Backends write through raw pointers; autograd must know that saved tensors are out of date.
         torch.autograd.graph.increment_version(self._written)
         self._progress.add(overflow)
@@ -183,7 +207,6 @@ class BlockAdam(torch.optim.Optimizer):
             following = self._schedule(self.global_step)
             if following != self._active:
                 self._switch(following)
-        return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for ``optimizer.scale(loss).backward()``; `loss` itself without `loss_scale`."""
@@ -218,8 +241,6 @@ class BlockAdam(torch.optim.Optimizer):
     def close(self) -> None:
         """Restore every `requires_grad` and give up all state. The optimizer cannot step afterwards."""
         self._restore()
-        for param in self._params.values():
-            _owners.pop(param, None)
         self._visit = None
         self._buffers.clear()
         self._static_grads = None
@@ -250,6 +271,8 @@ class BlockAdam(torch.optim.Optimizer):
                     f"model.to({dtype})."
                 )
         device = self._params[spans[0].name].device
+        if _capturing(device):
+            raise RuntimeError("a CUDA graph is being captured before the first step of a visit: take that first, it allocates")
         stored = self._store.fetch(spans, device)
         fresh = {slot: tensors for (slot, *_), (_, tensors) in self._buffers.used(self.active_block).items()}
         rows = []
@@ -366,31 +389,12 @@ class BlockAdam(torch.optim.Optimizer):
         return self.__reduce_ex__(None)
 
 
-def _partition(named: dict[str, Tensor], blocks: Any) -> Partition:
-    if not isinstance(blocks, Partition):
-        return partitions.partition(named.items(), by=blocks)
-    for span in (span for block in blocks for span in block.spans):
-        param = named.get(span.name)
-        if param is None or not 0 <= span.start < span.stop <= param.numel():
-            have = "no such parameter" if param is None else f"{param.numel()} elements"
-            raise ValueError(f"the partition has {span}, but there is {have}. Make it from the same named parameters.")
-    return blocks
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _claim(optimizer: BlockAdam, params: list[Tensor]) -> None:
-    """Refuse parameters of another live BlockAdam: it has frozen most of them, so this one would train a fraction."""
-
-    def rival() -> bool:
-        return any(_owners.get(p) is not None and _owners[p]() is not None for p in params)
-
-    if rival():
-        gc.collect()  # an optimizer and its scheduler refer to each other and may only look alive
-        if rival():
-            raise ValueError("these parameters belong to another live BlockAdam; call close() on it first")
-    for param in params:
-        _owners[param] = weakref.ref(optimizer)
-
-
-def _restore_requires_grad(params: list[Tensor]) -> None:
-    for param in params:
-        param.requires_grad_(True)
+def _recordable(backend: backends.Backend) -> Callable:
+    launch = getattr(backend, "launch", None)
+    if launch is None:
+        raise RuntimeError(f"a CUDA graph cannot record a step of backend {backend.name!r}: use backend='triton'")
+    return launch

@@ -20,8 +20,10 @@ sys.path.append(os.environ["BADAM_PTXSIM"])
 ptxsim = pytest.importorskip("ptxsim")
 
 from badam_kernels import BlockAdam, formats
+from badam_kernels import optimizer as optimizer_module
 from badam_kernels.backends import _triton_kernels as kernels
 from badam_kernels.backends import load
+from badam_kernels.backends import triton as triton_backend
 from badam_kernels.formats import FP32, MASTER_BF16, PARAM_DTYPES, SPLIT_BF16
 from badam_kernels.rules import ADAMW, RULES
 
@@ -154,3 +156,114 @@ def _train(backend, dtype, format):
     params = [param.detach().float() for param in model.parameters()]
     optimizer.close()
     return history, params
+
+
+class _Tape:
+    """Stands in for a kernel: runs it, or while a step is captured only remembers the launch."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches, self.capturing = kernel, launches, False
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            if self.capturing:
+                self.launches.append(lambda: self.kernel[grid](*args, **constants))
+            else:
+                self.kernel[grid](*args, **constants)
+
+        return launch
+
+
+class _Graph:
+    """Stands in for torch.cuda.CUDAGraph: the launches captured inside `with`."""
+
+    def __init__(self, tapes, launches):
+        self.tapes, self.launches = tapes, launches
+
+    def __enter__(self):
+        self.launches.clear()
+        self.capture(True)
+        return self
+
+    def __exit__(self, *_):
+        self.capture(False)
+        self.held = list(self.launches)
+
+    def capture(self, on):
+        for tape in self.tapes:
+            tape.capturing = on
+
+    def replay(self):
+        for launch in self.held:
+            launch()
+
+
+def test_replayed_steps_are_bitwise_the_eager_ones(simulator, monkeypatch):
+    """20 steps over two visits with clipping, a moving lr and an overflow."""
+    launches, tapes = [], []
+    for name in ("norm", "finish", "update"):
+        tapes.append(_Tape(getattr(kernels, name), launches))
+        monkeypatch.setattr(kernels, name, tapes[-1])
+    monkeypatch.setattr(triton_backend, "_interpreted", lambda: False)
+    monkeypatch.setattr(optimizer_module, "_capturing", lambda device: tapes[0].capturing)
+    eager = _replay(None)
+    replayed = _replay(lambda: _Graph(tapes, launches))
+    assert (replayed[0], eager[0]) == (18, 0)
+    assert replayed[1:3] == eager[1:3] == (19, 1)
+    for a, b in zip(replayed[3], eager[3]):
+        assert torch.equal(a, b)
+
+
+def _replay(capture):
+    """(replays, successful steps, active block, weights and state) of 20 steps; with `capture`, all but a visit's first replayed."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(2))}).bfloat16()
+    optimizer = BlockAdam(
+        model.named_parameters(), switch_every=10, schedule="ascending", max_grad_norm=0.5, weight_decay=0.1,
+        backend="triton", static_grads=True,
+    )  # fmt: skip
+    graphs, replays = [], 0
+    optimizer.register_switch_hook(lambda *_: graphs.clear())
+    for step in range(20):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        optimizer.zero_grad()
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                generator = torch.Generator().manual_seed(step * 100 + len(name))
+                param.grad.copy_(torch.randn(param.shape, generator=generator))
+                if step == 5:
+                    param.grad.view(-1)[3] = torch.inf
+        if graphs:
+            replays += 1
+            optimizer.replay(graphs[0])
+            continue
+        optimizer.step()
+        if capture is not None and optimizer._visit is not None:
+            with capture() as graph:
+                optimizer.step()
+            graphs.append(graph)
+    state = [slot.clone() for row in optimizer._visit.rows for slot in (row.auxiliary, *row.moments)]
+    weights = [param.detach().clone() for param in model.parameters()]
+    counted = optimizer.global_step, optimizer.active_block_index
+    optimizer.close()
+    return replays, *counted, weights + state
+
+
+def test_a_dynamic_loss_scale_follows_the_kernels_answers(simulator):
+    """As on the reference backend: scale, schedule and weights, over an overflow."""
+    ours, theirs = _scaled("triton"), _scaled("reference")
+    assert ours[0] == theirs[0] and [scale for scale, _ in ours[0]] == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+    for a, b in zip(ours[1], theirs[1]):
+        torch.testing.assert_close(a, b, rtol=2**-10, atol=1e-7)
+
+
+def _scaled(backend):
+    params = {"layers.0.w": torch.nn.Parameter(torch.linspace(-1, 1, 40).half())}
+    optimizer = BlockAdam(params.items(), lr=1e-2, loss_scale="dynamic", backend=backend)
+    history = []
+    for step in range(4):
+        optimizer.scale(torch.ones(()))
+        params["layers.0.w"].grad = (torch.sin(torch.arange(40.0) + step) * 2.0**-4).half() * (torch.inf if step == 2 else 1.0)
+        optimizer.step()
+        history.append((float(optimizer.loss_scale), optimizer.global_step))
+    return history, [p.detach().float() for p in params.values()]

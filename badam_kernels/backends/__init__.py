@@ -14,6 +14,9 @@ Gradients are never written. Raw writes are invisible to autograd: the caller bu
 
 `scale` may be a tensor of one element, and `found_inf` one that is not zero where the step must be skipped, as a GradScaler has
 them on the device. A backend that works asynchronously returns its answers as tensors there, valid until the next `apply`.
+
+A backend whose steps a CUDA graph can record has the two halves of `apply` too: ``upload(visit, scale, max_norm)`` brings what
+changed to the device, and ``launch(visit, scale, max_norm, found_inf=None)`` does the rest.
 """
 
 from __future__ import annotations
