@@ -92,6 +92,78 @@ def test_a_captured_step_replays_like_eager_steps_with_a_moving_lr(backend):
     checks.assert_same_bytes(captured.snapshot(), eager.snapshot(), "replay")
 
 
+@pytest.mark.parametrize("dtype, loss_scale", [(torch.bfloat16, None), (torch.float16, "dynamic")], ids=["bf16", "fp16_scaled"])
+def test_forward_backward_and_step_in_one_graph_equal_eager_ones(backend, dtype, loss_scale):
+    """20 steps over two visits with clipping, a moving lr and one overflow, which is in the data."""
+    eager, captured = _train(dtype, loss_scale, False), _train(dtype, loss_scale, True)
+    assert (captured["replays"], eager["replays"]) == (18, 0)
+    assert captured["counted"] == eager["counted"] == (19, 1)
+    assert captured["scale"] == eager["scale"]
+    for got, want in zip(captured["weights"], eager["weights"], strict=True):
+        assert torch.equal(got, want)
+    assert captured["losses"] == eager["losses"]
+
+
+def _train(dtype, loss_scale, capture):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))}).to(CUDA, dtype)
+    optimizer = BlockAdam(
+        model.named_parameters(), switch_every=10, schedule="ascending", max_grad_norm=0.5, weight_decay=0.1, backend="triton",
+        static_grads=True, loss_scale=loss_scale,
+    )  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e3 / (1 + step))
+    batch, loss = torch.empty(8, 64, dtype=dtype, device=CUDA), torch.zeros((), device=CUDA)
+    graphs, replays, losses = [], 0, []
+    optimizer.register_switch_hook(lambda *_: graphs.clear())
+
+    def train_step():
+        optimizer.zero_grad()
+        x = batch
+        for layer in model["layers"]:
+            x = torch.tanh(layer(x))
+        value = (x.float() ** 2).mean() * 2**-6
+        loss.copy_(value.detach())
+        optimizer.scale(value).backward()
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in range(20):
+            batch.copy_(torch.randn(8, 64, generator=torch.Generator().manual_seed(step)))
+            if step == 5:
+                batch[0, 0] = torch.nan
+            if graphs:
+                optimizer.replay(graphs[0])
+                replays += 1
+            else:
+                train_step()
+                if capture:
+                    graphs.append(torch.cuda.CUDAGraph())
+                    with torch.cuda.graph(graphs[0], stream=stream):
+                        train_step()
+            losses.append(repr(loss.item()))
+            scheduler.step()
+    torch.cuda.synchronize()
+    scale = None if loss_scale is None else float(optimizer.loss_scale)
+    counted = optimizer.global_step, optimizer.active_block_index
+    weights = [p.detach().clone() for p in model.parameters()]
+    optimizer.close()
+    return {"replays": replays, "counted": counted, "scale": scale, "weights": weights, "losses": losses}
+
+
+def test_a_static_gradient_keeps_its_address_through_a_backward_pass():
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))}).to(CUDA)
+    optimizer = BlockAdam(model.named_parameters(), static_grads=True, schedule="ascending", switch_every=2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    addresses = [p.grad.data_ptr() for p in trained]
+    with no_waiting():
+        for _ in range(2):
+            model["layers"][0](torch.ones(4, 64, device=CUDA)).sum().backward()
+            assert [p.grad.data_ptr() for p in trained] == addresses
+            optimizer.zero_grad()
+
+
 def test_a_new_lr_during_capture_is_refused(backend):
     case = block()
     checks.apply(backend, case.visit)
