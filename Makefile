@@ -32,8 +32,13 @@ $(VENV)/demo.stamp: $(VENV)/requirements-demo.stamp $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/requirements-test.stamp $(INSTALLED)
+$(VENV)/test.stamp: $(VENV)/requirements-test.stamp $(VENV)/newest-triton.stamp $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+# A second Triton, beside the installed one: a test compiles the kernels with it as well.
+$(VENV)/newest-triton.stamp: requirements-newest-triton.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newest-triton --requirement $<
 	touch $@
 
 $(VENV)/requirements-%.stamp: requirements-%.txt | $(BIN)/python
