@@ -27,7 +27,8 @@ class BlockAdamCallback(TrainerCallback):
     Adds to every log entry, those of ``trainer_state.json`` too, which block trained: ``block`` (index), ``block_name``,
     ``visit`` (0 for the first), what is held beside weights and gradients, ``optimizer_bytes`` in all, of which ``host_bytes``
     in host memory, and for 16-bit weights ``surviving_update``: how much of what this visit did to the masters shows in the
-    weights themselves, 1 for all of it. The rest would be lost if masters were dropped at a switch. Makes gradient checkpointing stop at the active block, and keeps the learning-rate
+    weights themselves, 1 for all of it. The rest would be lost if masters were dropped at a switch. Makes gradient
+    checkpointing stop at the active block, and keeps the learning-rate
     scheduler from advancing at a step that was skipped for an overflow.
 
     optimizer   the BlockAdam; None: the Trainer's
