@@ -4,7 +4,7 @@
     python benchmarks/bench_step.py --device cpu --host     what a step costs outside its kernel
     python benchmarks/bench_step.py --device cuda           the step on layers of real models, as share of a copy's bandwidth
 
-Contenders take turns and the least of their times counts, so that a busy machine disturbs all alike. None is timed before
+Contenders take turns and the median of their times counts, so that a busy machine disturbs all alike. None is timed before
 its weights agree with an fp64 AdamW.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,17 +68,16 @@ def in_place_pass(bytes_moved: int) -> Callable[[], object]:
     return lambda: buffer.mul_(1.0)
 
 
-def least_times(contenders: list[Contender], rounds: int) -> dict[str, float]:
-    best: dict[str, float] = {}
-    for _ in range(rounds + 1):  # the first round warms up
+def median_times(contenders: list[Contender], rounds: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for _ in range(rounds + 1):
         for contender in contenders:
             contender.prepare()
             time.sleep(_SETTLE_S)
             started = time.perf_counter()
             contender.step()
-            elapsed = time.perf_counter() - started
-            best[contender.name] = min(best.get(contender.name, float("inf")), elapsed)
-    return best
+            times[contender.name].append(time.perf_counter() - started)
+    return {name: statistics.median(of_all[1:]) for name, of_all in times.items()}  # the first round warms up
 
 
 def measure(device: torch.device, rounds: int) -> list[dict]:
@@ -87,9 +87,9 @@ def measure(device: torch.device, rounds: int) -> list[dict]:
     sweep = in_place_pass(moved * block.numel)
     yardstick = Contender("in-place pass", moved, lambda: None, sweep, lambda: [])
     contenders.insert(0, yardstick)
-    best = least_times(contenders, rounds)
-    peak = moved * block.numel / best[yardstick.name]
-    return [row(c, best[c.name] / block.numel, peak) for c in contenders]
+    typical = median_times(contenders, rounds)
+    peak = moved * block.numel / typical[yardstick.name]
+    return [row(c, typical[c.name] / block.numel, peak) for c in contenders]
 
 
 def row(contender: Contender, seconds: float, peak: float) -> dict:
@@ -118,7 +118,7 @@ def report(rows: list[dict], name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=10, help="timed rounds; the least time of each contender counts")
+    parser.add_argument("--rounds", type=int, default=10, help="timed rounds")
     parser.add_argument("--host", action="store_true", help="measure the host time of a step instead")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
