@@ -111,7 +111,8 @@ def partition(
     always            prefixes of modules that train in every block, on top of its own spans
     max_bytes         most bytes of weights (numel x itemsize) in a block, without `always`: neighbouring layers of a stack are
                       merged, larger blocks are split between parameters, a larger matrix between rows, a larger row inside it
-    ratio             instead: ceil(1 / ratio) blocks, each one contiguous range of every parameter, equal within 16 elements
+    ratio             instead: ceil(1 / ratio) blocks, at most the largest parameter's elements; each block is one contiguous
+                      range of every parameter, equal within 16 elements
 
     The parameters of a block are on one device: a block over two is split. Raises TypeError or ValueError if the arguments
     contradict each other or the names, or if nothing would train.
@@ -314,8 +315,8 @@ def _boundary(numel: int, i: int, count: int) -> int:
 
 def _by_ratio(groups: list[_Group], ratio: float) -> list[Block]:
     """Ranges of all parameters, for each device its own."""
-    count = math.ceil(1 / ratio - 1e-9)
     params = [param for group in groups for param in group.params]
+    count = min(math.ceil(1 / ratio - 1e-9), max(param.numel for param in params))
     devices = list(dict.fromkeys(param.device for param in params))
     blocks = []
     for device in devices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 
 from .blocks import Span
+from .formats import PARAM_DTYPES
+from .groups import check_hyper
+from .schedule import Schedule
 
 if TYPE_CHECKING:
     from .optimizer import BlockAdam
@@ -84,18 +88,15 @@ def pack(optimizer: BlockAdam) -> dict[str, Any]:
 
 def unpack(optimizer: BlockAdam, state_dict: dict[str, Any]) -> None:
     """Set `optimizer` to `state_dict`. Everything is checked before anything is changed."""
-    header = state_dict.get(_HEADER)
-    if not isinstance(header, dict) or header.get("version") != _VERSION:
-        raise ValueError(
-            f"expected a state dict of BlockAdam, version {_VERSION}; got one with keys {sorted(map(str, state_dict))}"
-        )
+    header = _checked_header(state_dict)
     _check_header(optimizer, header)
     _check_groups(optimizer, state_dict["param_groups"])
     _check_state(optimizer, state_dict["state"])
+    schedule = _checked_schedule(optimizer, state_dict)
 
     keys = _keys(optimizer)
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
-        group.update({k: v for k, v in saved.items() if k != "params"})
+        group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
     if optimizer._loss_scale is not None:
         optimizer._loss_scale.load(header.get("loss_scale"))
     optimizer._visit = None
@@ -112,14 +113,47 @@ def unpack(optimizer: BlockAdam, state_dict: dict[str, Any]) -> None:
             optimizer._row_steps[span] = entry["step"]
         if "step" in entry and optimizer._moments == "visit":
             moments[span] = {slot: entry[_MOMENT_KEYS[slot]] for slot in optimizer._rule.moments}
-    order = optimizer._schedule.order if header["schedule"]["order"] == "callable" else header["schedule"]["order"]
-    schedule = dataclasses.replace(optimizer._schedule, **header["schedule"] | {"order": order})
     optimizer._resume(header["global_step"], schedule, moments)
 
 
 def _stored(entry: dict[str, Any]) -> bool:
     """Whether a state entry holds tensors."""
     return any(isinstance(value, Tensor) for value in entry.values())
+
+
+def _checked_header(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The header, if `state_dict` has all its parts."""
+    header = state_dict.get(_HEADER) if isinstance(state_dict, dict) else None
+    if not isinstance(header, dict) or header.get("version") != _VERSION:
+        got = f"one with keys {sorted(map(str, state_dict))}" if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise ValueError(f"expected a state dict of BlockAdam, version {_VERSION}; got {got}")
+    wanted = {"state", "param_groups"} - state_dict.keys()
+    wanted |= {"global_step", "rule", "moments", "schedule", "blocks"} - header.keys()
+    if wanted:
+        raise ValueError(f"the state dict is damaged: it lacks {_some(wanted)}")
+    return header
+
+
+def _checked_schedule(optimizer: BlockAdam, state_dict: dict[str, Any]) -> Schedule:
+    """The state's schedule, if it fits this optimizer and the moments that the state holds."""
+    header, keys = state_dict[_HEADER], _keys(optimizer)
+    saved, step = dict(header["schedule"]), header["global_step"]
+    if saved.get("order") == "callable":
+        saved["order"] = optimizer._schedule.order
+    if type(step) is not int or step < 0 or saved.get("num_blocks") != len(optimizer.blocks):
+        raise ValueError(f"the state dict is damaged: it has global_step {step!r} and {saved.get('num_blocks')!r} blocks")
+    try:
+        schedule = dataclasses.replace(optimizer._schedule, **saved)
+        block = optimizer.blocks[schedule(step)]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the state's schedule does not fit: {error}") from error
+    begun = {keys[key] for key, entry in state_dict["state"].items() if "step" in entry}
+    if optimizer._moments == "visit" and begun and begun != set(block.spans):
+        raise ValueError(
+            f"the schedule trains {block.name!r} at step {step}, but the state has moments of other parameters: "
+            f"{_some(span.name for span in begun ^ set(block.spans))}"
+        )
+    return schedule
 
 
 def _check_header(optimizer: BlockAdam, header: dict[str, Any]) -> None:
@@ -153,6 +187,7 @@ def _check_groups(optimizer: BlockAdam, saved: list[dict[str, Any]]) -> None:
         difference = set(theirs["params"]) ^ set(group["param_names"])
         if difference:
             raise ValueError(f"parameter group {i} differs from the state's in: {_some(difference)}")
+        check_hyper(theirs)
 
 
 def _check_state(optimizer: BlockAdam, state: dict[str, dict[str, Any]]) -> None:
@@ -161,6 +196,8 @@ def _check_state(optimizer: BlockAdam, state: dict[str, dict[str, Any]]) -> None
         span = keys.get(key)
         if span is None:
             raise ValueError(f"the state has an entry for {key!r}, which is in no block of this optimizer")
+        if "step" in entry and (type(entry["step"]) is not int or entry["step"] < 0):
+            raise ValueError(f"expected the step of {key!r} to be an int of at least 0; got {entry['step']!r}")
         run = optimizer._run_slots(span)
         wanted = {slot: dtype for slot, dtype in run.items() if _stored(entry)}
         if "step" in entry:
@@ -196,17 +233,20 @@ def _fp32(optimizer: BlockAdam, name: str, spans: list[Span]) -> Tensor:
 
 @torch.no_grad()
 def export_fp32(optimizer: BlockAdam, path: Any) -> None:
-    """Write all parameters of `optimizer` in fp32 to the safetensors file `path`.
+    """Write all fp32, bf16 and fp16 parameters of `optimizer` in fp32 to the safetensors file `path`.
 
     Streams one parameter at a time into a temporary file beside `path` and renames it, so that memory stays small and a
     crash leaves the old file. The format (8-byte length, JSON header, data) is that of the safetensors specification.
     """
-    spans: dict[str, list[Span]] = {name: [] for name in optimizer._params}
+    params = {name: param for name, param in optimizer._params.items() if param.dtype in PARAM_DTYPES}
+    if "__metadata__" in params:
+        raise ValueError("safetensors reserves the name '__metadata__': rename that parameter")
+    spans: dict[str, list[Span]] = {name: [] for name in params}
     for span in _keys(optimizer).values():
         spans[span.name].append(span)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, param in optimizer._params.items():
+    for name, param in params.items():
         start, end = end, end + 4 * param.numel()
         header[name] = {"dtype": "F32", "shape": list(param.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -215,7 +255,7 @@ def export_fp32(optimizer: BlockAdam, path: Any) -> None:
     try:
         with open(partial, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name in optimizer._params:
+            for name in params:
                 value = _fp32(optimizer, name, spans[name]).reshape(-1)
                 file.write(memoryview(value.view(torch.uint8).numpy()) if value.numel() else b"")
             file.flush()

@@ -84,6 +84,8 @@ class BlockAdam(torch.optim.Optimizer):
             backends.load(backend)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         groups, named = named_groups.normalise(params, defaults)
+        ownership.refuse_rivals(named.values())
+        named_groups.check_parameters(named)
         self._partition = named_groups.partition(named, blocks)
         self._schedule = Schedule(len(self._partition), schedule, switch_every, start_block, seed)
         self._rule, self._format = rules.resolve(rule), formats.resolve(format)
@@ -110,9 +112,9 @@ class BlockAdam(torch.optim.Optimizer):
         self._active = self._schedule(0)
 
         self._restore = ownership.take(self, [p for p in named.values() if p.requires_grad])
-        self._collect_grads()
+        self._collect_grads(*self._partition)
         for line in self._partition.skipped_lines():
-            _log.info(line)
+            _log.warning(line)
 
     # --- what a user asks ---------------------------------------------------------------------------------------------
 
@@ -160,6 +162,7 @@ class BlockAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._schedule(self._progress.at_most + 1)  # one that fails must do so before anything is written
         if self._visit is None:
             self._open_visit()
         visit = self._visit
@@ -245,9 +248,9 @@ class BlockAdam(torch.optim.Optimizer):
         self._buffers.clear()
         self._static_grads = None
         self._store.close()
-        self.step = self._closed  # type: ignore[method-assign]
+        self.step = self.state_dict = self.load_state_dict = self.export_fp32 = self._closed  # type: ignore[method-assign]
 
-    def _closed(self, closure: Any = None) -> None:
+    def _closed(self, *args: Any) -> None:
         raise RuntimeError("this BlockAdam was closed; make a new one")
 
     # --- visits -------------------------------------------------------------------------------------------------------
@@ -332,10 +335,10 @@ class BlockAdam(torch.optim.Optimizer):
         if self._moments == "visit":
             self._row_steps.clear()
 
-    def _collect_grads(self, old: Block | None = None) -> None:
+    def _collect_grads(self, *old: Block) -> None:
         """Let a backward pass compute the gradients of the active block, and no longer those of `old`."""
         names = {span.name for span in self.active_block.spans}
-        for name in set() if old is None else {span.name for span in old.spans} - names:
+        for name in {span.name for block in old for span in block.spans} - names:
             self._params[name].requires_grad_(False)
             self._params[name].grad = None
         for name in names:
@@ -368,7 +371,8 @@ class BlockAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict`. Load the model's weights too, before or after.
 
-        Raises ValueError, with nothing changed, if the state is for another model, partition, rule or codec.
+        Hyper-parameters, schedule, interval and seed become the state's. Raises ValueError, with nothing changed, if the state
+        is damaged or for another model, partition, rule or codec.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict

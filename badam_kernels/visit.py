@@ -77,7 +77,8 @@ class Visit:
             addresses += [0] * (3 - len(addresses))
             start = row.span.start * param.element_size()
             self.table[i] = torch.tensor(
-                [param.data_ptr() + start, *addresses, 0, row.span.numel, WEIGHT_CODECS.index(row.codec), 0, row.group, row.step]
+                [param.data_ptr() + start, *addresses, 0, row.span.numel, WEIGHT_CODECS.index(row.codec), 0, row.group, row.step],
+                dtype=torch.int64,
             )
             self._live.append((param, param.data_ptr(), param.numel(), param.dtype, row.span.start))
         self._grads = [0] * len(self.rows)
@@ -109,7 +110,7 @@ class Visit:
         grads, dtypes = [], []
         self._copies.clear()
         for i, (param, address, numel, dtype, start) in enumerate(self._live):
-            if param.data_ptr() != address or param.numel() != numel or param.dtype is not dtype:
+            if param.data_ptr() != address or param.numel() != numel or param.dtype is not dtype or not param.is_contiguous():
                 self._relocate(i)
             grad = param.grad
             if grad is None:

@@ -532,3 +532,122 @@ def test_the_model_may_move_to_new_memory_but_not_to_another_dtype():
         for param in model.layers[0].parameters():
             param.grad = torch.zeros_like(param)
         optimizer.step()
+
+
+# --- what must not pass in silence --------------------------------------------------------------------------------------
+
+
+def test_a_second_run_on_the_same_model_trains_every_block_again():
+    """An optimizer and its scheduler refer to each other and outlive the function that made them."""
+    model = tiny()
+
+    def run():
+        optimizer = BlockAdam(model.named_parameters(), switch_every=1)
+        train(model, optimizer, range(3), torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        return [block.name for block in optimizer.blocks]
+
+    assert run() == run() == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_failed_constructor_leaves_the_model_free():
+    model = tiny(FP16)
+    with pytest.raises(ValueError, match="format='auto'") as kept:
+        BlockAdam(model.named_parameters(), format="split")
+    assert all(p.requires_grad for p in model.parameters()) and kept is not None
+    assert len(BlockAdam(model.named_parameters(), format="master").blocks) == 3
+
+
+def test_a_partition_from_before_freezing_is_refused():
+    model = tiny()
+    partition = blocks.partition(model.named_parameters())
+    model.layers[1].requires_grad_(False)
+    with pytest.raises(ValueError, match="trains 'layers.1.* frozen now"):
+        BlockAdam(model.named_parameters(), blocks=partition)
+
+
+def test_overlapping_spans_and_empty_blocks_are_refused():
+    model = tiny()
+    span = blocks.Span("layers.0.up.weight", 0, 40)
+    for spans, message in (((span, blocks.Span(span.name, 30, 60)), "overlapping spans"), ((), "has no spans")):
+        with pytest.raises(ValueError, match=message):
+            BlockAdam(model.named_parameters(), blocks=blocks.Partition((blocks.Block("mine", spans),)))
+
+
+def transposed():
+    return nn.Parameter(torch.zeros(4, 6).t())
+
+
+@pytest.mark.parametrize(
+    ("named", "error", "message"),
+    [
+        (lambda: [("layers.0.w", transposed())], ValueError, "must be contiguous; 'layers.0.w' has strides"),
+        (lambda: [("layers.0.w", nn.Parameter(torch.zeros(4, dtype=torch.float64)))], ValueError, "is torch.float64"),
+        (lambda: tiny(), TypeError, "got TinyLM"),
+        (lambda: [{"params": [*tiny().named_parameters()], "amsgrad": True}], ValueError, "amsgrad is not supported"),
+        (lambda: [{"params": [*tiny().named_parameters()], "lr": None}], TypeError, "must be numbers"),
+        (lambda: [{"params": [*tiny().named_parameters()], "betas": 0.9}], TypeError, "betas two numbers"),
+    ],
+)
+def test_unfit_parameters_and_groups_are_refused_at_construction(named, error, message):
+    with pytest.raises(error, match=message):
+        BlockAdam(named())
+
+
+def test_a_parameter_in_two_groups_is_refused():
+    named = list(tiny().named_parameters())
+    with pytest.raises(ValueError, match="is in parameter groups 0 and 1"):
+        BlockAdam([{"params": named}, {"params": named[-1:]}])
+
+
+def test_frozen_parameters_may_have_any_dtype(tmp_path):
+    model = tiny()
+    model.register_parameter("packed", nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False))
+    optimizer = BlockAdam(model.named_parameters())
+    train(model, optimizer, range(2))
+    assert "packed" not in exported(optimizer, tmp_path)
+
+
+def test_a_weight_that_is_transposed_in_place_is_refused():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)])})
+    optimizer = BlockAdam(model.named_parameters(), blocks=[["layers.0"]])
+    trace(optimizer, 1)
+    weight = model["layers"][0].weight
+    weight.data = weight.data.t()
+    before = bits(weight)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        trace(optimizer, 1)
+    assert torch.equal(bits(weight), before)
+
+
+def test_a_schedule_that_fails_does_so_before_anything_is_written():
+    model = tiny()
+    optimizer = BlockAdam(model.named_parameters(), schedule=lambda step: 9 if step == 2 else 0)
+    trace(optimizer, 1)
+    before = weights(model)
+    with pytest.raises(ValueError, match="returned 9 for step 2"):
+        trace(optimizer, 1)
+    assert_same_bits(weights(model), before)
+    assert optimizer.global_step == 1
+
+
+def test_gradients_of_idle_blocks_from_before_are_dropped():
+    model = tiny()
+    loss_of(model, 0).backward()
+    optimizer = BlockAdam(model.named_parameters(), schedule="ascending")
+    left = {n.split(".")[1] for n, p in model.layers.named_parameters(prefix="layers") if p.grad is not None}
+    assert left == {"0"} and optimizer.active_block_index == 0
+
+
+def test_what_is_not_trained_is_said(caplog):
+    with caplog.at_level(logging.WARNING, "badam_kernels"):
+        optimizer = BlockAdam(tiny().named_parameters())
+    assert "embed_tokens.weight" in caplog.text and "lm_head.weight" in caplog.text and len(optimizer.blocks) == 3
+
+
+def test_a_closed_optimizer_gives_no_state(tmp_path):
+    optimizer = BlockAdam(tiny().named_parameters())
+    state = optimizer.state_dict()
+    optimizer.close()
+    for call in (optimizer.state_dict, lambda: optimizer.load_state_dict(state), lambda: optimizer.export_fp32(tmp_path / "x")):
+        with pytest.raises(RuntimeError, match="was closed"):
+            call()

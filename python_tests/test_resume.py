@@ -172,6 +172,45 @@ def test_damaged_state_is_refused():
     refused("has 1 parameter groups, this optimizer 2", lambda state: state["param_groups"].pop())
 
 
+def test_every_wrong_field_is_refused_before_anything_changes():
+    def header(**fields):
+        return lambda state: state["badam_kernels"].update(fields)
+
+    def schedule(**fields):
+        return lambda state: state["badam_kernels"]["schedule"].update(fields)
+
+    def group(**fields):
+        return lambda state: state["param_groups"][0].update(fields)
+
+    def step(value):
+        return lambda state: next(iter(state["state"].values())).update(step=value)
+
+    refused("global_step 'x'", header(global_step="x"))
+    refused("global_step -5", header(global_step=-5))
+    refused("9 blocks", schedule(num_blocks=9))
+    refused("schedule does not fit: switch_every", schedule(switch_every=0))
+    refused("schedule does not fit", schedule(unknown=1))
+    refused("has moments of other parameters", header(global_step=3 * 100), source=dict(seed=1), seed=1)
+    refused("step of .* to be an int", step(torch.tensor(1.0)))
+    refused("step of .* to be an int", step(-1))
+    refused("lr must be finite", group(lr=float("nan")))
+    refused("betas must be two numbers", group(betas=(2, 3)))
+    refused("lacks param_groups", lambda state: state.pop("param_groups"))
+    refused("lacks schedule", lambda state: state["badam_kernels"].pop("schedule"))
+    for entry in (None, []):
+        with pytest.raises(ValueError, match="expected a state dict of BlockAdam"):
+            make(BF16)[1].load_state_dict(entry)
+
+
+def test_a_loaded_learning_rate_tensor_is_not_shared():
+    model = tiny()
+    optimizer = BlockAdam(model.named_parameters(), lr=torch.tensor(0.5))
+    other = BlockAdam(tiny().named_parameters())
+    other.load_state_dict(optimizer.state_dict())
+    other.param_groups[0]["lr"].fill_(7.0)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_state_dict_hooks_run():
     _, optimizer, _ = make(BF16)
     seen = []
