@@ -31,7 +31,7 @@ def measured(name: str) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
 
-TABLES = {"formats": formats_table, "cpu": lambda: measured("step_cpu")}
+TABLES = {"formats": formats_table, "cpu": lambda: measured("step_cpu"), "host": lambda: measured("host_cpu")}
 
 
 def filled(text: str) -> str:
