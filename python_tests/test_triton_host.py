@@ -184,3 +184,30 @@ def test_progress_reads_the_device_only_in_settle():
     assert "aten._local_scalar_dense.default" not in calls.names
 
 
+
+
+class Event:
+    """Stands in for a CUDA event; knows how often it was waited for and recorded."""
+
+    def __init__(self):
+        self.waits = self.records = 0
+
+    def synchronize(self):
+        self.waits += 1
+
+    def record(self):
+        self.records += 1
+
+
+def test_values_go_to_the_device_through_slots_that_are_waited_for_with_one_torch_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    mirror = backend._Mirror(torch.zeros(3, dtype=torch.float64), torch.device("cpu"))
+    mirror._slots = [torch.zeros(3, dtype=torch.float64) for _ in range(2)]
+    mirror._events = [Event(), Event()]
+    for i in range(5):
+        values = torch.tensor([i, i + 0.5, -1.0], dtype=torch.float64)
+        with Calls() as calls:
+            mirror.send(values)
+        assert torch.equal(mirror.tensor, values) and torch.equal(mirror._slots[i % 2], values)
+        assert calls.names == ["aten.copy_.default"]
+    assert [(event.waits, event.records) for event in mirror._events] == [(3, 3), (2, 2)]
