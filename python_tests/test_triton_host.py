@@ -201,6 +201,7 @@ class Event:
 
 def test_values_go_to_the_device_through_slots_that_are_waited_for_with_one_torch_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(backend, "_SLOTS", 2)
     mirror = backend._Mirror(torch.zeros(3, dtype=torch.float64), torch.device("cpu"))
     mirror._slots = [torch.zeros(3, dtype=torch.float64) for _ in range(2)]
     mirror._events = [Event(), Event()]
