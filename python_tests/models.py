@@ -61,6 +61,17 @@ def set_gradients(optimizer, step: int, dtype: torch.dtype | None = None) -> Non
         param.grad = gradient.to(dtype or param.dtype)
 
 
+def trace(optimizer, steps: int) -> str:
+    """The active block's index at each of `steps` steps."""
+    seen = ""
+    for step in range(steps):
+        seen += str(optimizer.active_block_index)
+        set_gradients(optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
 def hash_of(text: str) -> int:
     """A small number from `text` that does not change between processes."""
     return sum((i + 1) * byte for i, byte in enumerate(text.encode())) * 1009

@@ -16,7 +16,7 @@ import badam_kernels.integrations.badam as badam
 from badam_kernels import BlockAdam
 from badam_kernels.integrations.badam import BlockOptimizer
 
-from models import assert_same_bits, bits, flat_state, loss_of, tiny, train, weights
+from models import assert_same_bits, bits, flat_state, loss_of, set_gradients, tiny, trace, train, weights
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore:the first visit has:UserWarning", "ignore:weight decay is:UserWarning")
@@ -35,22 +35,6 @@ def wrap(model, base=torch.optim.AdamW, base_settings=None, **settings):
     settings = {"switch_mode": "ascending", "switch_block_every": 4, "verbose": 0} | settings
     inner = base(groups_of(model), **{"lr": 1e-2} | (base_settings or {}))
     return BlockOptimizer(inner, list(model.named_parameters()), **settings)
-
-
-def set_gradients(model, step=0):
-    for name, param in model.named_parameters():
-        generator = torch.Generator().manual_seed(len(name) + 100 * step)
-        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) if param.requires_grad else None
-
-
-def trace(model, optimizer, steps):
-    seen = ""
-    for step in range(steps):
-        seen += str(optimizer.current_block_idx)
-        set_gradients(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
 
 
 # --- names and attributes ---------------------------------------------------------------------------------------------
@@ -86,7 +70,7 @@ def test_attributes_that_callers_reach_are_there():
     assert optimizer.embedding_layer is model.embed_tokens.weight and optimizer.lm_head_layer is model.lm_head.weight
     optimizer.ds_optimizer = object()
     assert optimizer.block_order == [2, 1]
-    trace(model, optimizer, 3)
+    trace(optimizer, 3)
     assert (optimizer.global_step, optimizer.current_block_idx, optimizer.block_order) == (3, 1, [2])
     assert not base.state
 
@@ -95,7 +79,7 @@ def test_block_order_of_a_random_sweep_is_what_comes_next():
     model = tiny(layers=5)
     optimizer = wrap(model, switch_mode="random", switch_block_every=1)
     coming = "".join(map(str, [optimizer.current_block_idx, *optimizer.block_order[::-1]]))
-    assert trace(model, optimizer, 5) == coming and sorted(coming) == list("01234")
+    assert trace(optimizer, 5) == coming and sorted(coming) == list("01234")
 
 
 @pytest.mark.parametrize("mode", ["ascending", "random", "fixed"])
@@ -103,14 +87,14 @@ def test_block_order_of_a_random_sweep_is_what_comes_next():
 def test_switching_by_hand_starts_a_whole_visit_to_the_next_block(mode, every):
     model, other = tiny(), tiny()
     optimizer = wrap(model, switch_mode=mode, switch_block_every=every)
-    order = trace(other, wrap(other, switch_mode=mode, switch_block_every=1), 3)
-    assert trace(model, optimizer, 2) == 2 * order[0]
+    order = trace(wrap(other, switch_mode=mode, switch_block_every=1), 3)
+    assert trace(optimizer, 2) == 2 * order[0]
     optimizer.switch_trainable_params()
-    assert trace(model, optimizer, 4) == 4 * order[1]
+    assert trace(optimizer, 4) == 4 * order[1]
     state = optimizer.state_dict()
     resumed = wrap(other := tiny(), switch_mode=mode, switch_block_every=every)
     resumed.load_state_dict(state)
-    assert trace(other, resumed, 3) == trace(model, optimizer, 3) == 3 * order[1 if every == -1 else 2]
+    assert trace(resumed, 3) == trace(optimizer, 3) == 3 * order[1 if every == -1 else 2]
 
 
 def test_the_base_optimizer_is_found_by_identity_not_by_order():
@@ -140,7 +124,7 @@ def test_log_fn_hears_which_prefixes_train(verbose):
     said = []
     model = tiny()
     optimizer = wrap(model, verbose=verbose, log_fn=said.append, switch_block_every=1)
-    trace(model, optimizer, 1)
+    trace(optimizer, 1)
     assert said == [f"Parameters with the following prefix will be trainable: ['layers.{i}.']" for i in range(2)] * verbose
 
 
@@ -299,13 +283,13 @@ def test_row_3_masters_survive_a_switch():
 
 def test_row_4_every_visit_has_k_steps():
     model = tiny()
-    assert trace(model, wrap(model), 13) == "0000111122220"
+    assert trace(wrap(model), 13) == "0000111122220"
 
 
 @pytest.mark.parametrize("never", [-1, None])
 def test_row_5_minus_one_or_none_never_switches(never):
     model = tiny()
-    assert trace(model, wrap(model, switch_block_every=never), 6) == "000000"
+    assert trace(wrap(model, switch_block_every=never), 6) == "000000"
 
 
 @pytest.mark.parametrize("interval", [0, -2])
@@ -316,12 +300,12 @@ def test_row_5_other_intervals_are_refused(interval):
 
 def test_row_6_fixed_random_and_start_block():
     model = tiny()
-    assert trace(model, wrap(model, switch_mode="fixed", switch_block_every=1), 3) == "000"
+    assert trace(wrap(model, switch_mode="fixed", switch_block_every=1), 3) == "000"
     model = tiny()
-    assert trace(model, wrap(model, switch_mode="descending", switch_block_every=1), 4) == "2102"
+    assert trace(wrap(model, switch_mode="descending", switch_block_every=1), 4) == "2102"
     for start in range(3):
         model = tiny()
-        seen = trace(model, wrap(model, switch_mode="random", switch_block_every=1, start_block=start), 3)
+        seen = trace(wrap(model, switch_mode="random", switch_block_every=1, start_block=start), 3)
         assert seen[0] == str(start) and sorted(seen) == ["0", "1", "2"]
     with pytest.raises(ValueError, match="start_block must be in"):
         wrap(tiny(), start_block=3)
@@ -333,7 +317,7 @@ def test_row_7_what_was_frozen_stays_frozen_and_is_said_once(caplog):
     with caplog.at_level(logging.INFO, "badam_kernels"):
         optimizer = wrap(model, switch_block_every=1)
         before = weights(model.layers[1])
-        assert trace(model, optimizer, 4) == "0101"
+        assert trace(optimizer, 4) == "0101"
     assert optimizer.block_prefix_list == [["layers.0."], ["layers.2."]]
     assert_same_bits(weights(model.layers[1]), before)
     assert sum("requires_grad is False" in record.message for record in caplog.records) == 1
@@ -387,7 +371,7 @@ def test_row_11_a_parameter_without_gradient_is_skipped_and_said_once(caplog):
     before = weights(model)
     with caplog.at_level(logging.WARNING, "badam_kernels"):
         for step in range(3):
-            set_gradients(model, step)
+            set_gradients(optimizer, step)
             model.layers[0].up.weight.grad = None
             optimizer.step()
     after = weights(model)
@@ -452,21 +436,21 @@ def test_row_15_a_state_of_badam_is_refused():
 def test_row_16_weights_edited_after_wrapping_keep_the_edit(layer):
     model = tiny(BF16)
     optimizer = wrap(model, base_settings={"lr": 1e-3})
-    trace(model, optimizer, 13)
+    trace(optimizer, 13)
     assert optimizer.current_block_idx == 0
     param = model.layers[layer].up.weight
     wanted = torch.linspace(-3, 3, param.numel()).view_as(param).to(BF16)
     param.data.copy_(wanted)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    trace(model, optimizer, 6)
+    trace(optimizer, 6)
     assert torch.equal(param, wanted)
 
 
 def test_row_17_the_global_random_state_is_untouched():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    orders = [trace(m, wrap(m, switch_mode="random", switch_block_every=1), 10) for m in (tiny(layers=5), tiny(layers=5))]
+    orders = [trace(wrap(m, switch_mode="random", switch_block_every=1), 10) for m in (tiny(layers=5), tiny(layers=5))]
     assert torch.equal(torch.get_rng_state(), before)
     assert orders[0] == orders[1]
 
@@ -474,9 +458,9 @@ def test_row_17_the_global_random_state_is_untouched():
 def test_row_18_memory_is_flat_and_exact():
     model = tiny(BF16)
     optimizer = wrap(model, switch_block_every=1)
-    trace(model, optimizer, 3)
+    trace(optimizer, 3)
     first = optimizer.memory()
-    trace(model, optimizer, 6)
+    trace(optimizer, 6)
     assert optimizer.memory() == first
     assert first["w"] == {"host_pageable": 2 * sum(p.numel() for p in model.layers.parameters())}
 
@@ -511,8 +495,8 @@ def test_row_20_badams_habits_are_said_once_with_both_numbers_or_followed():
         optimizer = wrap(model, base_settings={"lr": 0.25}, bug_compatible=True)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.01]
         other = tiny()
-        assert trace(other, wrap(other, switch_block_every=1, bug_compatible=True), 4) == "0120"
-    assert trace(model, optimizer, 12) == "000111122220"
+        assert trace(wrap(other, switch_block_every=1, bug_compatible=True), 4) == "0120"
+    assert trace(optimizer, 12) == "000111122220"
 
 
 def test_a_step_hook_runs_once_per_step():
@@ -521,7 +505,7 @@ def test_a_step_hook_runs_once_per_step():
     model = tiny()
     optimizer, seen = wrap(model), []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
-    trace(model, optimizer, 2)
+    trace(optimizer, 2)
     assert seen == [1, 1]
 
 

@@ -15,20 +15,9 @@ from torch import nn
 
 from badam_kernels import BlockAdam, blocks
 
-from models import assert_same_bits, bits, flat_state, loss_of, set_gradients, tiny, train, weights
+from models import assert_same_bits, bits, flat_state, loss_of, set_gradients, tiny, trace, train, weights
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def trace(optimizer, steps: int) -> str:
-    """The active block's index at each of `steps` steps."""
-    seen = ""
-    for step in range(steps):
-        seen += str(optimizer.active_block_index)
-        set_gradients(optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
 
 
 # --- schedule -------------------------------------------------------------------------------------------------------
