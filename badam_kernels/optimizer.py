@@ -14,10 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from . import backends, checkpoint, formats, groups as named_groups, ownership, rules
 from .blocks import Block, Span
 from .buffers import Buffers, StaticGradients
+from .gradient_checkpointing import StopAtActiveBlock
 from .loss_scale import LossScale
 from .progress import Progress
 from .schedule import Schedule
-from .store import Store
+from .store import Memory, Store
 from .visit import Row, Visit
 
 __all__ = ["BlockAdam"]
@@ -43,6 +44,8 @@ class BlockAdam(torch.optim.Optimizer):
     backend          "auto", or the name of one
     static_grads     keep the active block's gradients in memory that never moves, as CUDA graphs need (see `replay`): buffers
                      as large as the largest block, which `zero_grad` zeroes. False: dropped, and made anew by autograd
+    prefetch_depth   blocks after the next one that are brought to the device ahead of their visits, for short visits over slow
+                     links: each takes device memory for one block's slots that live for the run
     loss_scale       for fp16 without a GradScaler, with ``optimizer.scale(loss).backward()``: a number, or "dynamic" (2**16,
                      doubled after 2000 successful steps, halved at an overflow, which is skipped)
 
@@ -74,6 +77,7 @@ class BlockAdam(torch.optim.Optimizer):
         seed: int = 0,
         backend: str = "auto",
         static_grads: bool = False,
+        prefetch_depth: int = 0,
         loss_scale: float | str | None = None,
     ):
         if moments not in ("visit", "run"):
@@ -99,7 +103,8 @@ class BlockAdam(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._sealed = True
         self._group_of = {name: i for i, group in enumerate(self.param_groups) for name in group["param_names"]}
-        self._store = Store({span: self._run_slots(span) for span in spans}, {named[span.name].device for span in spans})
+        devices = {named[span.name].device for span in spans}
+        self._store = Store({span: self._run_slots(span) for span in spans}, devices, prefetch_depth)
         self._row_steps: dict[Span, int] = {}
         self._buffers = Buffers(self.blocks, self._visit_slots)
         self._static_grads = StaticGradients(self.blocks, named) if static_grads else None
@@ -112,6 +117,7 @@ class BlockAdam(torch.optim.Optimizer):
         self._active = self._schedule(0)
 
         self._restore = ownership.take(self, [p for p in named.values() if p.requires_grad])
+        self._checkpointing = StopAtActiveBlock()
         self._collect_grads(*self._partition)
         for line in self._partition.skipped_lines():
             _log.warning(line)
@@ -144,10 +150,15 @@ class BlockAdam(torch.optim.Optimizer):
         self._switch_hooks[handle.id] = hook
         return handle
 
-    def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes held beside weights and gradients, by slot ("w": what extends weights to fp32, "m", "v") and place."""
+    def memory(self) -> Memory:
+        """Bytes held beside weights and gradients, by slot ("w": what extends weights to fp32, "m", "v") and place. They add up.
+
+        Its attributes `asked`, `reserved` and `touched` say of the store's part in host memory how large that is by the slots
+        alone, with padding, and in physical memory now.
+        """
         report = self._store.memory()
-        return report | self._buffers.nbytes()
+        report.update(self._buffers.nbytes())
+        return report
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -170,7 +181,7 @@ class BlockAdam(torch.optim.Optimizer):
             self._tell_missing(visit.missing())
         scale, found_inf = self._scaling()
         capturing = _capturing(visit.device)
-        apply = _recordable(self._backend) if capturing else self._backend.apply
+        apply = backends.recordable(self._backend) if capturing else self._backend.apply
         self.grad_norm, overflow = apply(visit, scale, self.max_grad_norm, found_inf)
         if self._loss_scale is not None:
             self._loss_scale.update(overflow)
@@ -244,6 +255,7 @@ class BlockAdam(torch.optim.Optimizer):
     def close(self) -> None:
         """Restore every `requires_grad` and give up all state. The optimizer cannot step afterwards."""
         self._restore()
+        self._checkpointing.undo()
         self._visit = None
         self._buffers.clear()
         self._static_grads = None
@@ -317,7 +329,9 @@ class BlockAdam(torch.optim.Optimizer):
         old, self._active = self.active_block, index
         self._close_visit()
         new = self.active_block
-        self._store.prefetch(new.spans, self._params[new.spans[0].name].device)
+        for upcoming in self._schedule.upcoming(self._progress.at_most, 1 + self._store.prefetch_depth):
+            spans = self._partition[upcoming].spans
+            self._store.prefetch(spans, self._params[spans[0].name].device)
         self._collect_grads(old)
         for hook in list(self._switch_hooks.values()):
             hook(self, old, new)
@@ -343,6 +357,7 @@ class BlockAdam(torch.optim.Optimizer):
             self._params[name].grad = None
         for name in names:
             self._params[name].requires_grad_(True)
+        self._checkpointing.arm(self._params[name] for name in names)
         if self._static_grads is not None:
             self._static_grads.attach(self.active_block)
 
@@ -395,10 +410,3 @@ class BlockAdam(torch.optim.Optimizer):
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _recordable(backend: backends.Backend) -> Callable:
-    launch = getattr(backend, "launch", None)
-    if launch is None:
-        raise RuntimeError(f"a CUDA graph cannot record a step of backend {backend.name!r}: use backend='triton'")
-    return launch

@@ -24,6 +24,25 @@ def llama(dtype: torch.dtype = torch.float32, layers: int = 3, **settings) -> Ll
     return model.to(dtype)
 
 
+class Reached:
+    """The layers that a backward pass went through, and whether the embeddings' output required grad."""
+
+    def __init__(self, model):
+        self.layers = set()
+        for i, layer in enumerate(model.model.layers):
+            layer.register_full_backward_hook(lambda module, grad_in, grad_out, i=i: self.layers.add(i))
+        model.model.embed_tokens.register_forward_hook(self._watch)
+
+    def _watch(self, module, args, output):
+        if output.requires_grad:
+            self.layers.add("embeddings")
+
+    def take(self) -> list[str]:
+        """What was reached since the last call, in order."""
+        layers, self.layers = self.layers, set()
+        return sorted(map(str, layers))
+
+
 class Sequences(torch.utils.data.Dataset):
     """`count` fixed sequences."""
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..blocks import Span
 from ..optimizer import BlockAdam
 
-__all__ = ["BAdamCallback", "BlockAdamCallback", "last_complete_checkpoint", "stop_backward_at_active_block"]
+__all__ = ["BAdamCallback", "BlockAdamCallback", "last_complete_checkpoint"]
 
 _log = logging.get_logger("transformers.badam_kernels")  # under the name that transformers' verbosity governs
 
@@ -27,8 +24,7 @@ class BlockAdamCallback(TrainerCallback):
     Adds to every log entry, those of ``trainer_state.json`` too, which block trained: ``block`` (index), ``block_name``,
     ``visit`` (0 for the first), what is held beside weights and gradients, ``optimizer_bytes`` in all, of which ``host_bytes``
     in host memory, and for 16-bit weights ``surviving_update``: how much of what this visit did to the masters shows in the
-    weights themselves, 1 for all of it. The rest would be lost if masters were dropped at a switch. Makes gradient
-    checkpointing stop at the active block, and keeps the learning-rate
+    weights themselves, 1 for all of it. The rest would be lost if masters were dropped at a switch. Keeps the learning-rate
     scheduler from advancing at a step that was skipped for an overflow.
 
     optimizer   the BlockAdam; None: the Trainer's
@@ -38,19 +34,14 @@ class BlockAdamCallback(TrainerCallback):
         self._optimizer = optimizer
         self._trained: dict[str, object] = {}
         self._counted, self._visit, self._step = 0, 0, 0
-        self._restore: Callable[[], None] = lambda: None
         self._sample = _Sample()
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         if self._optimizer is None:
             self._optimizer = block_adam_in(optimizer)
-        self._restore = stop_backward_at_active_block(model)
         names = ", ".join(block.name for block in self._optimizer.blocks)
         kind = f"{type(self._optimizer).__module__}.{type(self._optimizer).__name__}"
         _log.info(f"{kind}: {len(self._optimizer.blocks)} blocks ({names}), at step {self._optimizer.global_step}")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._restore()
 
     def on_step_begin(self, args, state, control, **kwargs):
         optimizer = self._optimizer
@@ -145,58 +136,6 @@ def block_adam_in(optimizer: Any) -> BlockAdam:
         if inner is None:
             raise TypeError(f"expected a Trainer whose optimizer is a BlockAdam; got {type(optimizer).__name__}")
     return inner
-
-
-def stop_backward_at_active_block(model: nn.Module) -> Callable[[], None]:
-    """Let gradient checkpointing of a transformers model record nothing below the active block; the call that undoes it.
-
-    Call it after ``gradient_checkpointing_enable()``, which makes the embeddings' output require grad so that every layer
-    records a graph down to the bottom. That is taken back; instead the input of a layer that trains requires grad where
-    reentrant checkpointing needs it, and frozen layers below run without a checkpoint.
-    """
-    hooked = [m for m in model.modules() if "_require_grads_hook" in vars(m) or vars(m).get("_require_grads_hooks")]
-    for module in hooked:
-        module.disable_input_require_grads()
-    if hooked:
-        _log.info("the embeddings' output no longer requires grad: the backward pass stops at the active block")
-    replaced = {}
-    for module in model.modules():
-        checkpoint = vars(module).get("_gradient_checkpointing_func")
-        if checkpoint is not None and not hasattr(checkpoint, "_stops_at_active_block"):
-            replaced[module] = checkpoint
-            module._gradient_checkpointing_func = _stopping(checkpoint)
-
-    def restore() -> None:
-        for module, checkpoint in replaced.items():
-            module._gradient_checkpointing_func = checkpoint
-
-    return restore
-
-
-def _stopping(checkpoint: Callable) -> Callable:
-    reentrant = getattr(checkpoint, "keywords", {}).get("use_reentrant") is not False
-
-    def run(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        inner = function.func if isinstance(function, functools.partial) else function
-        inputs = [*args, *getattr(function, "keywords", {}).values(), *kwargs.values()]
-        if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
-            module = getattr(inner, "__self__", None)
-            if isinstance(module, nn.Module) and not any(param.requires_grad for param in module.parameters()):
-                return function(*args, **kwargs)
-            if reentrant:
-                args = _requiring_grad(args)
-        return checkpoint(function, *args, **kwargs)
-
-    run._stops_at_active_block = True
-    return run
-
-
-def _requiring_grad(args: tuple) -> tuple:
-    """`args` with a leaf that requires grad in place of the first floating-point tensor."""
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return (*args[:i], value.detach().requires_grad_(), *args[i + 1 :])
-    return args
 
 
 def last_complete_checkpoint(folder: Any) -> str | None:

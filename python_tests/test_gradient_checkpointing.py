@@ -1,0 +1,135 @@
+"""Gradient checkpointing ends at the active block in any loop, and the model is given back as it was. See test_trainer, too."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers for its models")
+
+from torch.nn.modules.module import _global_forward_pre_hooks  # noqa: E402
+from trainers import Reached, Sequences, llama, plain_loop  # noqa: E402
+
+from badam_kernels import BlockAdam  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+BATCH = next(iter(torch.utils.data.DataLoader(Sequences(), batch_size=2)))
+TOP_DOWN = [["2"], ["1", "2"], ["0", "1", "2"]]
+
+
+def block_adam(model, **settings):
+    return BlockAdam(model.named_parameters(), **dict(lr=1e-2, switch_every=1, schedule="descending") | settings)
+
+
+def checkpointed(model, reentrant):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()  # newer versions do so themselves
+    return model.train()
+
+
+def layers_of_each_step(model, optimizer, steps):
+    reached, seen = Reached(model), []
+    for _ in range(steps):
+        model(**BATCH).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(reached.take())
+    return seen
+
+
+def requires_grad(model):
+    """Whether the output of frozen embeddings requires grad."""
+    return model.get_input_embeddings()(BATCH["input_ids"]).requires_grad
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_plain_loop_ends_at_the_active_block(reentrant, when):
+    model = llama()
+    if when == "before":
+        checkpointed(model, reentrant)
+    optimizer = block_adam(model)
+    if when == "after":
+        checkpointed(model, reentrant)
+    assert layers_of_each_step(model, optimizer, 6) == TOP_DOWN * 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_bits_are_those_without_checkpointing(reentrant):
+    model = llama()
+    expected = plain_loop(model, block_adam(model), steps=7)
+    model = checkpointed(llama(), reentrant)
+    assert plain_loop(model, block_adam(model), steps=7) == expected
+
+
+def test_evaluation_and_other_models_first_change_nothing():
+    model, other = checkpointed(llama(), True), checkpointed(llama(), True)
+    optimizer = block_adam(model)
+    with torch.no_grad():
+        model(**BATCH)
+    model.model.layers[2].mlp(torch.ones(1, 16))  # a part of the active block
+    other(**BATCH).loss.backward()
+    assert requires_grad(other) and requires_grad(model)
+    assert layers_of_each_step(model, optimizer, 3) == TOP_DOWN
+    assert requires_grad(other) and not requires_grad(model)
+
+
+def test_checkpointing_enabled_anew_is_seen_at_the_next_visit():
+    model = checkpointed(llama(), True)
+    optimizer = block_adam(model)
+    layers_of_each_step(model, optimizer, 2)
+    checkpointed(model, False)
+    assert layers_of_each_step(model, optimizer, 4) == (TOP_DOWN * 2)[2:6]
+
+
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_the_model_is_given_back_as_it_was(how):
+    model = checkpointed(llama(), True)
+    functions = [vars(m).get("_gradient_checkpointing_func") for m in model.modules()]
+    optimizer = block_adam(model)
+    layers_of_each_step(model, optimizer, 2)
+    assert [vars(m).get("_gradient_checkpointing_func") for m in model.modules()] != functions
+    if how == "close":
+        optimizer.close()
+    else:
+        del optimizer
+        gc.collect()
+    assert [vars(m).get("_gradient_checkpointing_func") for m in model.modules()] == functions
+    model.requires_grad_(False)
+    assert requires_grad(model)
+
+
+def test_no_hook_is_left_once_the_model_was_found_nor_when_the_optimizer_is_gone():
+    before = len(_global_forward_pre_hooks)
+    model = llama().train()
+    optimizer = block_adam(model, switch_every=2)
+    assert len(_global_forward_pre_hooks) == before + 1
+    model(**BATCH)
+    assert len(_global_forward_pre_hooks) == before
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(_global_forward_pre_hooks) == before + 1
+    del optimizer
+    gc.collect()
+    assert len(_global_forward_pre_hooks) == before
+
+
+def test_a_model_in_training_can_be_copied_and_pickled():
+    model = checkpointed(llama(), True)
+    optimizer = block_adam(model)
+    model(**BATCH).loss.backward()
+    optimizer.step()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**BATCH).loss, model(**BATCH).loss)
+
+
+def test_it_is_said_once_that_the_backward_pass_is_cut(caplog):
+    model = checkpointed(llama(), True)
+    optimizer = block_adam(model)
+    with caplog.at_level(logging.INFO, logger="badam_kernels"):
+        layers_of_each_step(model, optimizer, 6)
+    assert sum("stops at the active block" in message for message in caplog.messages) == 1
