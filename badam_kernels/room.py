@@ -1,8 +1,8 @@
-"""A room: the device memory that the slots of one block share, and what moves in and out of it."""
+"""Rooms: the device memory that the slots of one block share, and what moves in and out of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .blocks import Span
 
-__all__ = ["BlockingRoom", "Room", "Slots", "aligned"]
+__all__ = ["BlockingRoom", "Rooms", "Slots", "aligned"]
 
 _ALIGNMENT_BYTES = 64
 Slots = dict[str, Tensor]
@@ -22,20 +22,70 @@ def aligned(size: int) -> int:
 
 
 class Room:
-    """Device memory for the slots of one block at a time. One block leaves it while the next one enters.
+    """Device memory for the slots of one block at a time.
 
-    stager   a `_C.Stager` for `device`
-    slabs    the host memory, kept alive for as long as anything may be in flight
-    holds    by span, the slots that are in the room or on their way in
+    holds    by span, the slots that are laid out in it
+    absent   spans of `holds` of which the room has no bytes, or old ones
+    arrival  comes to pass when all others are there
     """
 
-    def __init__(self, device: torch.device, stager: Any, slabs: list):
-        self.device, self.stager = device, stager
+    def __init__(self) -> None:
         self.holds: dict[Span, Slots] = {}
+        self.absent: set[Span] = set()
+        self.arrival: Any = None
         self._host: dict[Span, Slots] = {}
-        self._slabs = slabs
         self._buffer: Tensor | None = None
-        self._acquired = False
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def lay_out(self, host: dict[Span, Slots], device: torch.device, synchronize: Callable[[], None]) -> None:
+        """Make space for `host`, of which nothing is here yet. Calls `synchronize` before it gives memory up."""
+        self.holds, self._host = {}, host
+        sizes = [aligned(value.nbytes) for slots in host.values() for value in slots.values()]
+        if self._buffer is None or self.nbytes < sum(sizes):
+            synchronize()
+            self._buffer = None  # before the new one is there: a device may not have space for both
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        offset = 0
+        for span, slots in host.items():
+            self.holds[span] = {}
+            for slot, value in slots.items():
+                self.holds[span][slot] = self._buffer[offset : offset + value.nbytes].view(value.dtype)
+                offset += aligned(value.nbytes)
+        self.absent = set(host)
+
+    def pieces(self, spans: Collection[Span]) -> list[tuple[int, int, int]]:
+        """(room address, host address, bytes) of all slots of `spans`; neighbours on both sides are one piece."""
+        pieces: list[tuple[int, int, int]] = []
+        for span in (span for span in self.holds if span in spans):
+            for slot, value in self.holds[span].items():
+                room, host, size = value.data_ptr(), self._host[span][slot].data_ptr(), aligned(value.nbytes)
+                if not size:
+                    continue
+                if pieces and room == pieces[-1][0] + pieces[-1][2] and host == pieces[-1][1] + pieces[-1][2]:
+                    pieces[-1] = (*pieces[-1][:2], pieces[-1][2] + size)
+                else:
+                    pieces.append((room, host, size))
+        return pieces
+
+
+class Rooms:
+    """The rooms of a device: one for the active block, and one more for each block that is brought ahead of its visit.
+
+    stager          a `_C.Stager` for `device`
+    slabs           the host memory, kept alive for as long as anything may be in flight
+    prefetch_depth  blocks beyond the next one that are brought ahead; 0: one block leaves the only room while the next enters
+
+    Blocks may share spans: a span is brought ahead for one of them only, and again once another's visit has changed it.
+    """
+
+    def __init__(self, device: torch.device, stager: Any, slabs: list, prefetch_depth: int = 0):
+        self.device, self.stager = device, stager
+        self._slabs, self._prefetch_depth = slabs, prefetch_depth
+        self._rooms: list[Room] = []  # that asked for last is last
+        self._active: Room | None = None
         self._leaving: set[Span] = set()
         self._error: Exception | None = None
 
@@ -47,43 +97,54 @@ class Room:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.nbytes
+        return sum(room.nbytes for room in self._rooms)
 
     @property
     def ring_bytes(self) -> int:
         return self.stager.ring_bytes
 
+    @property
+    def held(self) -> list[Slots]:
+        """The slots that some room has space for, of each span."""
+        return [slots for room in self._rooms for slots in room.holds.values()]
+
     def fetch(self, host: dict[Span, Slots]) -> dict[Span, Slots]:
-        if self._acquired:
-            if host.keys() == self.holds.keys():
-                return self.holds
+        if self._active is not None:
+            if host.keys() == self._active.holds.keys():
+                return self._active.holds
             raise ValueError(f"{self.device} holds the slots of another block; flush them first")
         error, self._error = self._error, None
         if error is not None:
             raise error
-        if list(host) != list(self.holds):
-            self._load(host)
-        self.stager.acquire(self._stream())
+        room = self._room_for(host)
+        self._bring(room, room.absent)
+        self.stager.acquire(room.arrival, self._stream())
         if self.stager.settled():
             self._leaving.clear()
-        self._acquired = True
-        return dict(self.holds)
+        self._active = room
+        return dict(room.holds)
 
     def prefetch(self, host: dict[Span, Slots]) -> None:
-        if self._acquired:
-            return
         try:
-            self._load(host)
+            room = self._room_for(host)
+            if room is not None:
+                elsewhere = [other.holds.keys() - other.absent for other in self._rooms if other is not room]
+                self._bring(room, room.absent.difference(*elsewhere))
         except (RuntimeError, MemoryError) as error:
             self._error = error
 
-    def flush(self, spans: list[Span]) -> None:
+    def flush(self, spans: Iterable[Span]) -> None:
+        room = self._active
+        spans = [span for span in spans if room is not None and span in room.holds]
         if not spans:
             return
-        pieces = self._pieces(spans)
+        pieces = room.pieces(spans)
         for span in spans:
-            del self.holds[span]
-        self._acquired = bool(self.holds)
+            del room.holds[span]
+        if not room.holds:
+            self._active = None
+        for other in self._rooms:
+            other.absent |= other.holds.keys() & spans
         self._leaving.update(spans)
         try:
             self.stager.flush(pieces, self._stream())
@@ -98,52 +159,41 @@ class Room:
 
     def forget_prefetched(self) -> None:
         """Make sure that nothing reads host memory, nor was read from it ahead of its use."""
-        self.stager.settle()
-        self.stager.synchronize()
+        self._empty_lanes()
         self._leaving.clear()
-        if not self._acquired:
-            self.holds = {}
+        for room in self._rooms:
+            if room is not self._active:
+                room.holds = {}
 
     def drop(self) -> None:
         self.stager.synchronize()
-        self.holds, self._acquired, self._error = {}, False, None
+        for room in self._rooms:
+            room.holds = {}
+        self._active = self._error = None
         self._leaving.clear()
 
-    def _load(self, host: dict[Span, Slots]) -> None:
-        """Lay `host` out in the room and start to move it in."""
-        self.holds, self._host = {}, host
-        sizes = [aligned(value.nbytes) for slots in host.values() for value in slots.values()]
-        if self._buffer is None or self.nbytes < sum(sizes):
-            self.stager.settle()
-            self.stager.synchronize()
-            self._buffer = None  # before the new one is there: a device may not have space for both
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        holds, offset = {}, 0
-        for span, slots in host.items():
-            holds[span] = {}
-            for slot, value in slots.items():
-                holds[span][slot] = self._buffer[offset : offset + value.nbytes].view(value.dtype)
-                offset += aligned(value.nbytes)
-        self.holds = holds
-        try:
-            self.stager.prefetch(self._pieces(host), self._stream())
-        except BaseException:
-            self.holds = {}
-            raise
+    def _room_for(self, host: dict[Span, Slots]) -> Room | None:
+        """A room laid out for `host`: by now, or an empty one, or that asked for longest ago. None if the only one is active."""
+        idle = [room for room in self._rooms if room is not self._active]
+        if len(self._rooms) <= self._prefetch_depth:
+            idle.append(Room())
+        room = min(idle, key=lambda room: (list(room.holds) != list(host), bool(room.holds)), default=None)
+        if room is None:
+            return None
+        if list(room.holds) != list(host):
+            room.lay_out(host, self.device, self._empty_lanes)
+        self._rooms = [other for other in self._rooms if other is not room] + [room]
+        return room
 
-    def _pieces(self, spans: Iterable[Span]) -> list[tuple[int, int, int]]:
-        """(room address, host address, bytes) of all slots of `spans`; neighbours on both sides are one piece."""
-        pieces: list[tuple[int, int, int]] = []
-        for span in spans:
-            for slot, value in self.holds[span].items():
-                room, host, size = value.data_ptr(), self._host[span][slot].data_ptr(), aligned(value.nbytes)
-                if not size:
-                    continue
-                if pieces and room == pieces[-1][0] + pieces[-1][2] and host == pieces[-1][1] + pieces[-1][2]:
-                    pieces[-1] = (*pieces[-1][:2], pieces[-1][2] + size)
-                else:
-                    pieces.append((room, host, size))
-        return pieces
+    def _bring(self, room: Room, spans: set[Span]) -> None:
+        """Start to move `spans` into `room`."""
+        if spans:
+            room.arrival = self.stager.prefetch(room.pieces(spans), self._stream())
+            room.absent = room.absent - spans
+
+    def _empty_lanes(self) -> None:
+        self.stager.settle()
+        self.stager.synchronize()
 
     def _stream(self) -> int:
         """The handle of the stream that computes."""
@@ -151,7 +201,7 @@ class Room:
 
 
 class BlockingRoom:
-    """What stands in for `Room` without the extension or a CUDA driver: copies that wait, to memory of their own."""
+    """What stands in for `Rooms` without the extension or a CUDA driver: copies that wait, to memory of their own."""
 
     ring_bytes = 0
 
@@ -162,7 +212,11 @@ class BlockingRoom:
 
     @property
     def nbytes(self) -> int:
-        return sum(value.nbytes for slots in self.holds.values() for value in slots.values())
+        return sum(value.nbytes for slots in self.held for value in slots.values())
+
+    @property
+    def held(self) -> list[Slots]:
+        return list(self.holds.values())
 
     def fetch(self, host: dict[Span, Slots]) -> dict[Span, Slots]:
         self._host |= host
@@ -170,9 +224,9 @@ class BlockingRoom:
             self.holds[span] = {slot: value.to(self.device, copy=True) for slot, value in host[span].items()}
         return {span: self.holds[span] for span in host}
 
-    def flush(self, spans: list[Span]) -> None:
+    def flush(self, spans: Iterable[Span]) -> None:
         for span in spans:
-            for slot, value in self.holds.pop(span).items():
+            for slot, value in self.holds.pop(span, {}).items():
                 self._host[span][slot].copy_(value)
 
     def drop(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 __all__ = ["ORDERS", "Schedule"]
 
 ORDERS = ("ascending", "descending", "random", "fixed")
+_SIGHT = 256
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,23 @@ class Schedule:
         if self.order == "descending":
             return ((self.num_blocks - 1 if start is None else start) - visit) % self.num_blocks
         return ((start or 0) + visit) % self.num_blocks
+
+    def upcoming(self, step: int, count: int) -> list[int]:
+        """The blocks that train from `step` on, `count` at most, each once, in the order in which they come.
+
+        Looks 256 visits ahead, or 256 steps for a callable order, and not beyond where that raises.
+        """
+        never = self.switch_every is None or self.switch_every == -1
+        stride = 1 if callable(self.order) or never else self.switch_every
+        found: dict[int, None] = {}
+        for later in range(step, step + _SIGHT * stride, stride):
+            if len(found) == min(count, self.num_blocks):
+                break
+            try:
+                found[self(later)] = None
+            except Exception:  # a callable may know no more steps than the run will take; step() raises what matters
+                break
+        return list(found)
 
     def visit(self, step: int) -> int:
         """The number of the visit that `step` belongs to, 0 for the first. Not for a callable order."""

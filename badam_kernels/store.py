@@ -3,7 +3,7 @@
 Host memory of exact size, reserved once. Zeros are the valid empty state of every slot, and untouched pageable memory
 costs nothing until a block's first visit. On a CUDA device the memory is pinned, and the active block's slots share one
 device buffer, the room: at a switch the outgoing block leaves it while the incoming one enters, both on streams of their
-own beside the next forward and backward.
+own beside the next forward and backward. With a prefetch depth, blocks that come later wait in rooms of their own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from . import hostmem
 from .blocks import Span
-from .room import BlockingRoom, Room, Slots, aligned
+from .room import BlockingRoom, Rooms, Slots, aligned
 
 try:
     from badam_kernels import _C
 except ImportError:
     _C = None
 
-__all__ = ["Store"]
+__all__ = ["Memory", "Store"]
 
 _SLAB_BYTES = 64 << 30  # drivers refuse to pin 512 GiB and more at once
 _CHUNK_BYTES = 16 << 20
@@ -33,8 +33,10 @@ _CHUNK_BYTES = 16 << 20
 class Store:
     """Host memory for the run-lifetime slots of every span.
 
-    layout    for each span, the slots it keeps and their dtypes; each slot is 1-D of `span.numel` elements
-    devices   where the parameters are; memory is pinned if one of them is a CUDA device
+    layout          for each span, the slots it keeps and their dtypes; each slot is 1-D of `span.numel` elements
+    devices         where the parameters are; memory is pinned if one of them is a CUDA device
+    prefetch_depth  how many sets of spans `prefetch` brings to a device beside the one that is fetched next: each takes
+                    device memory of its own, as much as the largest set needs
 
     While a span is fetched, the tensors that `fetch` returned are its slots; otherwise the host copy is. For a span on the
     CPU both are the same memory: nothing moves.
@@ -42,7 +44,15 @@ class Store:
     Raises MemoryError, before anything is allocated, if the slots do not fit into the host memory that is left.
     """
 
-    def __init__(self, layout: Mapping[Span, Mapping[str, torch.dtype]], devices: Iterable[torch.device] = ()):
+    def __init__(
+        self,
+        layout: Mapping[Span, Mapping[str, torch.dtype]],
+        devices: Iterable[torch.device] = (),
+        prefetch_depth: int = 0,
+    ):
+        if isinstance(prefetch_depth, bool) or not isinstance(prefetch_depth, int) or prefetch_depth < 0:
+            raise ValueError(f"prefetch_depth must be an int of at least 0; got {prefetch_depth!r}")
+        self.prefetch_depth = prefetch_depth
         places, slab_bytes = _place(layout)
         _check_budget(layout, sum(slab_bytes))
         cuda = next((device for device in devices if device.type == "cuda"), None)
@@ -58,7 +68,7 @@ class Store:
             )
         self._fetched: dict[Span, Slots] = {}
         self._touched: set[Span] = set()
-        self._rooms: dict[torch.device, Room | BlockingRoom] = {}
+        self._rooms: dict[torch.device, Rooms | BlockingRoom] = {}
 
     def fetch(self, spans: Iterable[Span], device: torch.device) -> dict[Span, Slots]:
         """The slots of `spans` on `device`, by span and slot. They may be written; `flush` takes them back.
@@ -69,11 +79,11 @@ class Store:
         """
         spans = list(spans)
         try:
-            room = self._room(device)
-            if room is None:
+            rooms = self._rooms_on(device)
+            if rooms is None:
                 fetched = {span: self.read(span) for span in spans}
             else:
-                fetched = room.fetch({span: self._host[span] for span in spans})
+                fetched = rooms.fetch({span: self._host[span] for span in spans})
         except (RuntimeError, MemoryError) as error:
             raise RuntimeError(
                 f"the block's slots could not be moved to or from {device}: {error}. Weights and slots are as the last step left "
@@ -84,13 +94,17 @@ class Store:
         return fetched
 
     def prefetch(self, spans: Iterable[Span], device: torch.device) -> None:
-        """Start to move the slots of `spans` to `device`, for the `fetch` to come. A failure is raised there."""
+        """Start to move the slots of `spans` to `device`, for a `fetch` to come. A failure is raised at the next one.
+
+        Of the sets announced so, those that came last stay: one, and `prefetch_depth` more. One that is then not fetched has
+        been moved in vain, no more.
+        """
         try:
-            room = self._room(device)
+            rooms = self._rooms_on(device)
         except RuntimeError:
             return  # `fetch` meets it again
-        if room is not None:
-            room.prefetch({span: self._host[span] for span in spans})
+        if rooms is not None:
+            rooms.prefetch({span: self._host[span] for span in spans})
 
     def flush(self, spans: Iterable[Span]) -> None:
         """Give up what `fetch` returned for `spans` and start to make their host copy current.
@@ -100,13 +114,13 @@ class Store:
         spans = list(spans)
         for span in spans:
             del self._fetched[span]
-        for room in self._rooms.values():
-            room.flush([span for span in spans if span in room.holds])
+        for rooms in self._rooms.values():
+            rooms.flush(spans)
 
     def drop(self, keep: Iterable[Span] = ()) -> None:
         """Forget everything: every slot is zeros again, nothing is fetched. The host copies of `keep` are left as they are."""
-        for room in self._rooms.values():
-            room.drop()
+        for rooms in self._rooms.values():
+            rooms.drop()
         self._fetched.clear()
         kept = self._touched.intersection(keep)
         for span in self._touched - kept:
@@ -125,35 +139,35 @@ class Store:
         """
         if span in self._fetched:
             return self._fetched[span]
-        for room in self._rooms.values():
-            room.settle(span)
+        for rooms in self._rooms.values():
+            rooms.settle(span)
         return self._host[span]
 
     def write(self, span: Span, slots: Mapping[str, Tensor]) -> None:
         """Set the host copy of an idle `span`."""
-        for room in self._rooms.values():
-            room.forget_prefetched()
+        for rooms in self._rooms.values():
+            rooms.forget_prefetched()
         for slot, value in slots.items():
             self._host[span][slot].copy_(value.reshape(-1))
         self._touched.add(span)
 
-    def memory(self) -> dict[str, dict[str, int]]:
+    def memory(self) -> Memory:
         """Bytes by slot and place. `padding` is what alignment and whole pages add to the exact size of all slots, and what
-        the device's buffer has beyond the block in it; `ring` is what pageable memory moves through on its way there."""
-        report: dict[str, dict[str, int]] = {"padding": {}, "ring": {}}
+        the device's buffers have beyond the blocks in them; `ring` is what pageable memory moves through on its way there."""
+        report = Memory(**self.reservation())
+        padding, ring = report.setdefault("padding", {}), 0
         host = "host_pinned" if self._pinned else "host_pageable"
         for slots in self._host.values():
             _count(report, slots, host)
-        bytes_of = self.reservation()
-        report["padding"][host] = bytes_of["reserved"] - bytes_of["asked"]
-        for device, room in self._rooms.items():
-            for slots in room.holds.values():
+        padding[host] = report.reserved - report.asked
+        for device, rooms in self._rooms.items():
+            for slots in rooms.held:
                 _count(report, slots, str(device))
-            held = sum(value.nbytes for slots in room.holds.values() for value in slots.values())
-            report["padding"][str(device)] = room.nbytes - held
-            if room.ring_bytes:
-                report["ring"]["host_pinned"] = report["ring"].get("host_pinned", 0) + room.ring_bytes
-        return {slot: places for slot, places in report.items() if places}
+            padding[str(device)] = rooms.nbytes - sum(value.nbytes for slots in rooms.held for value in slots.values())
+            ring += rooms.ring_bytes
+        if ring:
+            report["ring"] = {"host_pinned": ring}
+        return report
 
     def reservation(self) -> dict[str, int]:
         """Bytes of host memory: `asked` for, all slots; `reserved`, with padding; `touched`, in physical memory now."""
@@ -168,18 +182,19 @@ class Store:
         self._rooms.clear()
         self._host, self._fetched, self._touched, self._slabs = {}, {}, set(), []
 
-    def _room(self, device: torch.device) -> Room | BlockingRoom | None:
+    def _rooms_on(self, device: torch.device) -> Rooms | BlockingRoom | None:
         """What slots move to on `device`; None on the CPU, where they do not."""
         if device.type == "cpu":
             return None
         if device not in self._rooms:
-            self._rooms[device] = self._make_room(device)
+            self._rooms[device] = self._make_rooms(device)
         return self._rooms[device]
 
-    def _make_room(self, device: torch.device) -> Room | BlockingRoom:
+    def _make_rooms(self, device: torch.device) -> Rooms | BlockingRoom:
         if _C is None or device.type != "cuda" or torch.version.hip:
             return BlockingRoom(device)
-        return Room(device, _C.Stager(self._context(device), _CHUNK_BYTES, self._pinned), self._slabs)
+        stager = _C.Stager(self._context(device), _CHUNK_BYTES, self._pinned)
+        return Rooms(device, stager, self._slabs, self.prefetch_depth)
 
     def _reserve(self, slab_bytes: list[int], cuda: torch.device | None) -> tuple[list, bool]:
         """Zeroed memory for every slab, and whether it is pinned."""
@@ -195,6 +210,18 @@ class Store:
 
     def _context(self, device: torch.device) -> _C.Context:
         return _C.Context(torch.cuda.current_device() if device.index is None else device.index)
+
+
+class Memory(dict[str, dict[str, int]]):
+    """Bytes by slot, then by place; each byte is counted once, so the numbers may be summed.
+
+    Of those in host memory, the store reserved its own as one: `asked` bytes for all slots, `reserved` with padding, of which
+    `touched` are in physical memory now.
+    """
+
+    def __init__(self, asked: int, reserved: int, touched: int):
+        super().__init__()
+        self.asked, self.reserved, self.touched = asked, reserved, touched
 
 
 class _PlainSlab(mmap.mmap):

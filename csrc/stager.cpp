@@ -32,24 +32,26 @@ void Stager::flush(const std::vector<Piece>& pieces, Stream compute) {
     forget_done();
 }
 
-void Stager::prefetch(const std::vector<Piece>& pieces, Stream compute) {
+Event Stager::prefetch(const std::vector<Piece>& pieces, Stream compute) {
     check_process();
     const std::lock_guard lock(mutex_);
     send();
+    Event arrival;
     attempt([&] {
         const Event computed = copier_->record_compute(compute);
         copier_->wait(Lane::in, computed);  // edge: what computed in the room before is done
         for (const Piece& chunk : cut(pieces)) enter(chunk);
-        arrived_ = copier_->record(Lane::in);
+        arrival = copier_->record(Lane::in);
     });
+    return arrival;
 }
 
-void Stager::acquire(Stream compute) {
+void Stager::acquire(const Event& arrival, Stream compute) {
     check_process();
     const std::lock_guard lock(mutex_);
     send();
     forget_done();
-    copier_->wait_compute(compute, arrived_);  // edge: the slots have arrived
+    copier_->wait_compute(compute, arrival);  // edge: the slots have arrived
 }
 
 void Stager::settle() {

@@ -1,8 +1,9 @@
-// Moves slots between host memory and the device memory that the active block's slots share, the room.
+// Moves slots between host memory and the device memory that a block's slots share, a room.
 //
 // A block leaves (`flush`) while the next one enters (`prefetch`), chunk by chunk and in place: a chunk enters a part of the
 // room as soon as what was there has left, so that both directions are in flight and no second copy of a block is on the
-// device. Host memory that the device does not reach directly goes through a ring of memory that it does.
+// device. There may be several rooms: what left one is in host memory before it enters another. Host memory that the device
+// does not reach directly goes through a ring of memory that it does.
 #pragma once
 
 #include <deque>
@@ -17,7 +18,7 @@
 
 namespace badam {
 
-// A range of the room and the range of host memory that belongs to it.
+// A range of a room and the range of host memory that belongs to it.
 struct Piece {
     std::byte* room;
     std::byte* host;
@@ -33,10 +34,11 @@ public:
     // Copies `pieces` to the host once the work that `compute` has been given is done. Returns at once.
     // What could not be sent stays in the room and is sent again by the next call to any of these.
     void flush(const std::vector<Piece>& pieces, Stream compute);
-    // Copies `pieces` to the room once it is free there. Returns at once. Their host memory must not change before `acquire`.
-    void prefetch(const std::vector<Piece>& pieces, Stream compute);
-    // What `compute` is given from now on runs after all that was prefetched has arrived.
-    void acquire(Stream compute);
+    // Copies `pieces` to their room once it is free there. Returns at once, with what comes to pass when they, and all that
+    // was prefetched before, have arrived. Their host memory must not change until then.
+    Event prefetch(const std::vector<Piece>& pieces, Stream compute);
+    // What `compute` is given from now on runs after `arrival`.
+    void acquire(const Event& arrival, Stream compute);
     // Blocks until everything flushed is in host memory.
     void settle();
     // Whether everything flushed is in host memory.
@@ -82,7 +84,6 @@ private:
     Stream compute_ = 0;        // the stream that wrote them
     bool interrupted_ = false;  // a call failed half-way: lanes must be empty before another try
     std::deque<Leaving> leaving_;
-    Event arrived_;
 };
 
 }  // namespace badam

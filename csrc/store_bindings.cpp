@@ -30,7 +30,16 @@ std::unique_ptr<Stager> stager(std::shared_ptr<const Context> context, size_t ch
 }
 
 void flush(Stager& stager, const Addresses& addresses, Stream compute) { stager.flush(pieces(addresses), compute); }
-void prefetch(Stager& stager, const Addresses& addresses, Stream compute) { stager.prefetch(pieces(addresses), compute); }
+
+// An event as an object that Python can hold.
+struct Arrival {
+    Event event;
+};
+
+Arrival prefetch(Stager& stager, const Addresses& addresses, Stream compute) {
+    return {stager.prefetch(pieces(addresses), compute)};
+}
+void acquire(Stager& stager, const Arrival& arrival, Stream compute) { stager.acquire(arrival.event, compute); }
 
 }  // namespace
 
@@ -63,16 +72,18 @@ void bind_store(py::module_& m) {
             return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()), static_cast<py::ssize_t>(slab.size()));
         });
 
-    py::class_<Stager>(m, "Stager", "Moves slots between host memory and a room of device memory; csrc/stager.h.")
+    py::class_<Arrival>(m, "Arrival", "What `Stager.prefetch` returns, for `Stager.acquire`.");
+
+    py::class_<Stager>(m, "Stager", "Moves slots between host memory and rooms of device memory; csrc/stager.h.")
         .def(py::init(&stager), py::arg("context"), py::arg("chunk_bytes"), py::arg("direct"), unlocked,
              "context: of the device, None for threads that copy within the host. direct: the host memory is pinned.")
         .def("flush", &flush, py::arg("pieces"), py::arg("compute"), unlocked,
              "Copy each (room address, host address, bytes) to the host after the work given to stream `compute`.\n"
              "Returns at once. What a failed call left in the room, the next call to any of these sends.")
         .def("prefetch", &prefetch, py::arg("pieces"), py::arg("compute"), unlocked,
-             "Copy each (room address, host address, bytes) to the room once it is free. Returns at once.")
-        .def("acquire", &Stager::acquire, py::arg("compute"), unlocked,
-             "Work given to stream `compute` from now on runs after all that was prefetched has arrived.")
+             "Copy each (room address, host address, bytes) to the room once it is free. Returns at once, with their Arrival.")
+        .def("acquire", &acquire, py::arg("arrival"), py::arg("compute"), unlocked,
+             "Work given to stream `compute` from now on runs after `arrival`: what it was returned for is there, and all before.")
         .def("settle", &Stager::settle, unlocked, "Block until everything flushed is in host memory.")
         .def("settled", &Stager::settled, unlocked, "Whether everything flushed is in host memory.")
         .def("synchronize", &Stager::synchronize, unlocked, "Block until nothing moves. What could not be sent is given up.")

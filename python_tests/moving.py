@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from badam_kernels import _C
-from badam_kernels.room import Room
+from badam_kernels.room import Rooms
 from badam_kernels.store import Store
 
 
@@ -17,10 +17,12 @@ class MovingStore(Store):
     pinned    whether to ask for pinned memory
     """
 
-    def __init__(self, layout, devices=(), *, standin=None, compute=None, pinned=True, chunk_bytes=256):
+    def __init__(
+        self, layout, devices=(), prefetch_depth=0, *, standin=None, compute=None, pinned=True, chunk_bytes=256
+    ):
         self.standin, self.compute, self.chunk_bytes = standin, compute, chunk_bytes
         self._own_stream = standin.stream() if standin and compute is None else None
-        super().__init__(layout, [torch.device("cuda", 0)] if standin and pinned else [])
+        super().__init__(layout, [torch.device("cuda", 0)] if standin and pinned else [], prefetch_depth)
 
     def fetch(self, spans, device):
         fetched = super().fetch(spans, device)
@@ -34,10 +36,10 @@ class MovingStore(Store):
             self.standin.drop_stream(self._own_stream)
             self._own_stream = None
 
-    def _room(self, device):
+    def _rooms_on(self, device):
         if device not in self._rooms:
             stager = _C.Stager(self._context(device) if self.standin else None, self.chunk_bytes, self._pinned)
-            self._rooms[device] = _Room(device, stager, self._slabs)
+            self._rooms[device] = _Rooms(device, stager, self._slabs, self.prefetch_depth)
             self._rooms[device].stream = self.compute or self._own_stream or 0
         return self._rooms[device]
 
@@ -45,7 +47,7 @@ class MovingStore(Store):
         return _C.Context(0, self.standin.path)
 
 
-class _Room(Room):
+class _Rooms(Rooms):
     stream = 0
 
     def _stream(self):

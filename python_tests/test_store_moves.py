@@ -73,7 +73,7 @@ def bits(tensor):
 
 @st.composite
 def stores(draw):
-    """A layout, blocks of its spans that may overlap, and switches: (block, prefetched?, written?)."""
+    """A layout, blocks of its spans that may overlap, switches: (block, foretold?, written?), and a prefetch depth."""
     sizes = draw(st.lists(st.integers(0, 700), min_size=1, max_size=7))
     layout = {
         Span(f"p{i}", i, i + size): dict(zip("wmv", draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))))
@@ -82,18 +82,18 @@ def stores(draw):
     some_spans = st.lists(st.sampled_from(list(layout)), min_size=1, max_size=5, unique=True)
     blocks = draw(st.lists(some_spans, min_size=1, max_size=4))
     switch = st.tuples(st.integers(0, len(blocks) - 1), st.booleans(), st.booleans())
-    return layout, blocks, draw(st.lists(switch, min_size=10, max_size=30))
+    return layout, blocks, draw(st.lists(switch, min_size=10, max_size=30)), draw(st.integers(0, 2))
 
 
 def switch_at_random(make, plan, seed):
-    layout, blocks, switches = plan
+    layout, blocks, switches, depth = plan
     random = torch.Generator().manual_seed(seed)
-    slots = make(layout)
+    slots = make(layout, prefetch_depth=depth)
     expected = {span: {slot: bits(value) for slot, value in slots.read(span).items()} for span in layout}
-    for count, (index, ahead, written) in enumerate(switches):
+    for count, (index, foretold, written) in enumerate(switches):
         spans = blocks[index]
-        if ahead:
-            slots.prefetch(blocks[count % len(blocks)] if count % 3 == 0 else spans, CPU)
+        for announced, *_ in switches[count : count + 1 + depth] if foretold else ():
+            slots.prefetch(blocks[count % len(blocks) if count % 3 == 0 else announced], CPU)
         if count % 7 == 6:
             span = list(layout)[count % len(layout)]
             values = {slot: torch.randint(256, value.shape, generator=random).byte() for slot, value in expected[span].items()}
@@ -105,6 +105,8 @@ def switch_at_random(make, plan, seed):
                 if written:
                     value.view(torch.uint8).random_(0, 256, generator=random)
                     expected[span][slot] = bits(value)
+        if count % 5 == 4:
+            slots.prefetch(blocks[count % len(blocks)], CPU)
         slots.flush(spans)
     for span in layout:
         for slot, value in slots.read(span).items():
@@ -133,7 +135,7 @@ def test_switches_change_no_bit_on_streams(driver, plan, seed, pinned):
 @given(plan=stores(), seed=st.integers(0, 2**32))
 def test_switches_change_no_bit_without_extension_or_driver(plan, seed):
     class Blocking(Store):
-        def _room(self, device):
+        def _rooms_on(self, device):
             return self._rooms.setdefault(device, BlockingRoom(device))
 
     switch_at_random(Blocking, plan, seed)
@@ -159,7 +161,17 @@ def assert_same_state(one, other):
     assert flat_state(one.state_dict()) == flat_state(other.state_dict())
 
 
-@pytest.mark.parametrize("given", [{}, {"moments": "run"}, {"format": "master", "switch_every": 1}], ids=str)
+VARIANTS = [
+    {},
+    {"moments": "run"},
+    {"format": "master", "switch_every": 1},
+    {"moments": "run", "switch_every": 1, "prefetch_depth": 1},
+    {"prefetch_depth": 2, "schedule": lambda step: (0, 1, 1, 3, 2, 1)[step % 6]},
+    {"moments": "run", "switch_every": 1, "schedule": "ascending", "prefetch_depth": 9},
+]
+
+
+@pytest.mark.parametrize("given", VARIANTS, ids=lambda given: ",".join(given) or "plain")
 def test_training_with_moving_slots_is_bitwise_training_without(make_store, monkeypatch, given):
     resting = make_optimizer(monkeypatch, Store, **given)
     moving = make_optimizer(monkeypatch, make_store, **given)

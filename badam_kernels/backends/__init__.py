@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from ..visit import Visit
 
-__all__ = ["BACKENDS", "Backend", "candidates", "load", "resolve"]
+__all__ = ["BACKENDS", "Backend", "candidates", "load", "recordable", "resolve"]
 
 
 class Backend(Protocol):
@@ -71,6 +72,14 @@ def resolve(name: str, device: torch.device) -> Backend:
     if why_not is not None:
         raise RuntimeError(f"backend {name!r} cannot serve {device}: {why_not}. Use backend='auto'.")
     return backend
+
+
+def recordable(backend: Backend) -> Callable:
+    """The half of a step that a CUDA graph can record. Raises RuntimeError for a backend that has none."""
+    launch = getattr(backend, "launch", None)
+    if launch is None:
+        raise RuntimeError(f"a CUDA graph cannot record a step of backend {backend.name!r}: use backend='triton'")
+    return launch
 
 
 def _automatic(device: torch.device) -> str:

@@ -1,17 +1,19 @@
 // Random switches of a small model's slots, by the real arena, driver, copiers and stager, against a plain account of what
-// every byte must be. On streams it runs over python_tests/standin_driver; the computing stream is never waited for, so that
-// only the stager's own order keeps bytes right.
+// every byte must be. Blocks share tensors, and are brought ahead to one to three rooms. On streams it runs over
+// python_tests/standin_driver; the computing stream is never waited for, so that only the stager's own order keeps bytes right.
 //
 //     store_stress LIBRARY|threads pinned|registered|ring|unpinned FIRST_SEED SEEDS DELAY_US
 //
 // Exits with 1 at the first wrong byte.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <list>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -62,6 +64,14 @@ struct Tensor {
     Bytes expected;  // what it must hold, wherever it is
 };
 
+struct Room {
+    std::vector<std::byte> memory;
+    std::vector<size_t> tensors;  // that are laid out in it
+    std::vector<Piece> pieces;    // one for each
+    std::set<size_t> absent;      // of those, what it has no bytes of, or old ones
+    Event arrival;                // of the others
+};
+
 struct Seen {
     Bytes got, expected;
 };
@@ -87,7 +97,8 @@ public:
                                 : mode == "registered" ? Pinning::registered
                                                        : Pinning::none;
         slab_ = std::make_unique<Slab>(total, pinning, pinning == Pinning::none ? nullptr : context);
-        room_.resize(total + 64, std::byte{0xEE});
+        rooms_.resize(1 + draw(3));
+        for (Room& room : rooms_) room.memory.resize(total + 64, std::byte{0xEE});
         auto copier = context ? driver_copier(context) : thread_copier();
         stager_ = std::make_unique<Stager>(std::move(copier), 1000 + draw(4000), pinning != Pinning::none);
         if (standin_) compute_ = standin_->stream();
@@ -109,22 +120,59 @@ public:
 
 private:
     void visit() {
-        const size_t block = draw(blocks_.size());
-        std::vector<Piece> pieces;
-        size_t at = 0;
-        for (const size_t t : blocks_[block]) {
-            const size_t bytes = (tensors_[t].expected.size() + 63) / 64 * 64;
-            pieces.push_back({room_.data() + at, slab_->data() + tensors_[t].offset, bytes});
-            at += bytes;
-        }
-        stager_->prefetch(pieces, stream());
+        const size_t block = next_;
+        next_ = draw(blocks_.size());
+        bring(block, true);
+        if (rooms_.size() > 1 && draw(4)) bring(draw(8) ? next_ : draw(blocks_.size()), true);
         if (draw(4) == 0) return;  // another block is fetched instead
         if (draw(4) == 0) read_idle(block);
-        stager_->acquire(stream());
-        for (size_t i = 0; i < pieces.size(); ++i) compute(tensors_[blocks_[block][i]], pieces[i].room);
+        Room& room = bring(block, false);
+        stager_->acquire(room.arrival, stream());
+        for (size_t i = 0; i < room.pieces.size(); ++i) compute(tensors_[room.tensors[i]], room.pieces[i].room);
         if (draw(6) == 0) return drop();
-        stager_->flush(pieces, stream());
+        stager_->flush(room.pieces, stream());
+        for (Room& other : rooms_)
+            for (const size_t t : room.tensors) other.absent.insert(t);
+        room.tensors.clear();
         if (draw(6) == 0) read_idle(blocks_.size());
+    }
+
+    // Starts to move `block` to a room; if that is ahead of its visit, without what other rooms have.
+    Room& bring(size_t block, bool ahead) {
+        const auto rank = [&](const Room& room) { return 2 * (room.tensors != blocks_[block]) + !room.tensors.empty(); };
+        const auto before = [&](const Room& a, const Room& b) { return rank(a) < rank(b); };
+        const auto found = std::min_element(rooms_.begin(), rooms_.end(), before);
+        rooms_.splice(rooms_.end(), rooms_, found);  // that asked for longest ago is the first
+        Room& room = *found;
+        if (room.tensors != blocks_[block]) lay_out(room, blocks_[block]);
+        std::vector<Piece> pieces;
+        for (size_t i = 0; i < room.pieces.size(); ++i) {
+            const size_t t = room.tensors[i];
+            if (!room.absent.count(t) || (ahead && elsewhere(room, t))) continue;
+            pieces.push_back(room.pieces[i]);
+            room.absent.erase(t);
+        }
+        if (!pieces.empty()) room.arrival = stager_->prefetch(pieces, stream());
+        return room;
+    }
+
+    void lay_out(Room& room, const std::vector<size_t>& tensors) {
+        room.tensors = tensors;
+        room.absent = {tensors.begin(), tensors.end()};
+        room.pieces.clear();
+        size_t at = 0;
+        for (const size_t t : tensors) {
+            const size_t bytes = (tensors_[t].expected.size() + 63) / 64 * 64;
+            room.pieces.push_back({room.memory.data() + at, slab_->data() + tensors_[t].offset, bytes});
+            at += bytes;
+        }
+    }
+
+    bool elsewhere(const Room& room, size_t t) const {
+        for (const Room& other : rooms_)
+            for (const size_t held : other.tensors)
+                if (&other != &room && held == t && !other.absent.count(t)) return true;
+        return false;
     }
 
     // A step on a fetched slot: look at it, then change it.
@@ -157,6 +205,7 @@ private:
     // What was fetched is given up, and all slots get new values, while kernels may still write in the room.
     void drop() {
         stager_->synchronize();
+        for (Room& room : rooms_) room.tensors.clear();
         for (Tensor& tensor : tensors_) {
             for (uint8_t& byte : tensor.expected) byte = static_cast<uint8_t>(draw(256));
             std::memcpy(host(tensor), tensor.expected.data(), tensor.expected.size());
@@ -171,8 +220,9 @@ private:
     const StandIn* standin_;
     std::vector<Tensor> tensors_;
     std::vector<std::vector<size_t>> blocks_;
+    size_t next_ = 0;
     std::unique_ptr<Slab> slab_;
-    std::vector<std::byte> room_;
+    std::list<Room> rooms_;
     std::unique_ptr<Stager> stager_;
     void* compute_ = nullptr;
     std::list<Seen> seen_;
