@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from . import backends, checkpoint, formats, groups as named_groups, ownership, rules
 from .blocks import Block, Span
 from .buffers import Buffers, StaticGradients
+from .gradient_checkpointing import StopAtActiveBlock
 from .loss_scale import LossScale
 from .progress import Progress
 from .schedule import Schedule
@@ -116,6 +117,7 @@ class BlockAdam(torch.optim.Optimizer):
         self._active = self._schedule(0)
 
         self._restore = ownership.take(self, [p for p in named.values() if p.requires_grad])
+        self._checkpointing = StopAtActiveBlock()
         self._collect_grads(*self._partition)
         for line in self._partition.skipped_lines():
             _log.warning(line)
@@ -253,6 +255,7 @@ class BlockAdam(torch.optim.Optimizer):
     def close(self) -> None:
         """Restore every `requires_grad` and give up all state. The optimizer cannot step afterwards."""
         self._restore()
+        self._checkpointing.undo()
         self._visit = None
         self._buffers.clear()
         self._static_grads = None
@@ -354,6 +357,7 @@ class BlockAdam(torch.optim.Optimizer):
             self._params[name].grad = None
         for name in names:
             self._params[name].requires_grad_(True)
+        self._checkpointing.arm(self._params[name] for name in names)
         if self._static_grads is not None:
             self._static_grads.attach(self.active_block)
 
