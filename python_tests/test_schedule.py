@@ -120,6 +120,33 @@ def test_a_callable_decides_alone():
     assert blocks(3, lambda step: step % 2, 100, 5) == "01010"
 
 
+# --- the future -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(ORDERS), sizes, intervals, st.integers(0, 200), st.integers(0, 9), st.integers(0, 3), st.booleans())
+def test_upcoming_blocks_are_those_that_come_in_their_order_each_once(order, n, every, step, count, first_step, as_callable):
+    schedule = Schedule(n, order, every, first_step=first_step)
+    come = [schedule(later) for later in range(step, step + 2 * n * every)]  # every block of a sweep is in there
+    if as_callable:
+        schedule = Schedule(n, schedule)
+    assert schedule.upcoming(step, count) == list(dict.fromkeys(come))[:count]
+
+
+def test_upcoming_ends_where_a_callable_ends_or_stays_for_long():
+    plan = [0, 0, 1, 2]
+    assert Schedule(3, plan.__getitem__).upcoming(1, 3) == [0, 1, 2]
+    assert Schedule(4, plan.__getitem__).upcoming(1, 4) == [0, 1, 2]
+    assert Schedule(2, lambda step: 0 if step < 10 else 7).upcoming(0, 2) == [0]  # and step 10 will say what is wrong
+    asked = []
+    assert Schedule(2, lambda step: asked.append(step) or step // 1000).upcoming(0, 2) == [0]
+    assert len(asked) < 500
+
+
+@pytest.mark.parametrize("never", [-1, None])
+def test_upcoming_is_the_one_block_of_a_schedule_that_never_switches(never):
+    assert Schedule(3, "ascending", never).upcoming(5, 3) == [0]
+
+
 @pytest.mark.parametrize("answer", [3, -1, 1.0, None])
 def test_an_answer_that_is_no_block_is_refused(answer):
     with pytest.raises(ValueError, match=r"the schedule returned .* for step 7; expected an int in \[0, 3\)"):
