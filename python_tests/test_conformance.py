@@ -153,7 +153,7 @@ def _part(row, start, stop):
     )
 
 
-def test_any_number_of_threads_gets_the_same_bits(backend):
+def test_any_number_of_threads_gets_the_same_bits(backend, device):
     if backend.name == "reference":
         pytest.skip("torch's own sums follow the number of threads")
     threads = torch.get_num_threads()
@@ -161,7 +161,7 @@ def test_any_number_of_threads_gets_the_same_bits(backend):
     try:
         for n in (1, 2, 3, 7):
             torch.set_num_threads(n)
-            case = Case(ADAMW, mixed_block() + [RowCase(40_001, SPLIT_BF16, torch.bfloat16)])
+            case = Case(ADAMW, mixed_block() + [RowCase(40_001, SPLIT_BF16, torch.bfloat16)], device=device)
             norm, _ = checks.apply(backend, case.visit, 0.5, 1.0)
             results.append((norm, case.snapshot()))
     finally:
