@@ -58,7 +58,7 @@ def set_gradients(optimizer, step: int, dtype: torch.dtype | None = None) -> Non
         param = optimizer._params[name]
         generator = torch.Generator().manual_seed(hash_of(name) + step)
         gradient = torch.randn(param.shape, generator=generator).mul(16).round().div(64)
-        param.grad = gradient.to(dtype or param.dtype)
+        param.grad = gradient.to(param.device, dtype or param.dtype)
 
 
 def trace(optimizer, steps: int) -> str:
