@@ -77,6 +77,7 @@ class StandIn:
         self.path = str(path)
         self._library = ctypes.CDLL(self.path)
         self._library.standin_stream.restype = ctypes.c_void_p
+        self._library.standin_until_failure.restype = ctypes.c_long
 
     def reset(self, seed: int = 0, longest_delay_us: int = 200, pinned_limit: int = 0) -> None:
         """Forget failures; be late by up to `longest_delay_us`; pin no more than `pinned_limit` bytes (0: any)."""
@@ -85,6 +86,10 @@ class StandIn:
     def fail(self, call: str, skipped: int = 0, code: int = 2) -> None:
         """Let the call to `call` (empty: any) after `skipped` others fail."""
         self._library.standin_fail(call.encode(), ctypes.c_long(skipped), code)
+
+    def skipped(self) -> int:
+        """How many more calls are skipped until the one that fails."""
+        return self._library.standin_until_failure()
 
     def lose(self, skipped: int = 0) -> None:
         """Lose the device in the middle of the copy after `skipped` others."""

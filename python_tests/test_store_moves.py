@@ -18,7 +18,7 @@ from models import assert_same_bits, flat_state, set_gradients, tiny, weights
 
 from badam_kernels import BlockAdam, optimizer as optimizer_module, store as store_module
 from badam_kernels.blocks import Span
-from badam_kernels.room import BlockingRoom
+from badam_kernels.room import BlockingRoom, aligned
 from badam_kernels.store import Store
 
 pytestmark = pytest.mark.skipif(store_module._C is None, reason="needs the compiled extension")
@@ -251,6 +251,119 @@ def _hold(driver, stream, gate):
     return function
 
 
+# --- ahead of the visit ----------------------------------------------------------------------------------------------------
+
+
+def copies(driver, move):
+    """How many copies `move` gives to the driver."""
+    driver.fail("cuMemcpyHtoDAsync", skipped=1_000_000)
+    move()
+    return 1_000_000 - driver.skipped()
+
+
+def four_blocks(**slots):
+    return {Span(f"p{i}", 0, 1000 * (i + 1)): slots or {"w": torch.uint8} for i in range(4)}
+
+
+def test_a_block_brought_ahead_is_not_moved_again(driver):
+    first, second, third, _ = layout = four_blocks()
+    slots = MovingStore(layout, prefetch_depth=1, standin=driver, chunk_bytes=4096)
+    slots.fetch([first], CPU)
+    assert copies(driver, lambda: slots.prefetch([second], CPU)) == 1
+    slots.flush([first])
+    assert copies(driver, lambda: (slots.prefetch([second], CPU), slots.prefetch([third], CPU))) == 1
+    assert copies(driver, lambda: slots.fetch([second], CPU)) == 0
+    slots.close()
+
+
+def test_a_fetched_block_does_not_wait_for_those_that_come_later(driver):
+    """The third block cannot come before the first has left, which waits for a kernel; the second is there."""
+    third, second, first, _ = layout = four_blocks()
+    held, free = driver.stream(), driver.stream()
+    slots = MovingStore(layout, prefetch_depth=1, standin=driver, compute=held)
+    slots.write(second, {"w": torch.full((2000,), 9, dtype=torch.uint8)})
+    slots.fetch([first], CPU)
+    slots.prefetch([second], CPU)
+    gate, ended, passed = threading.Event(), threading.Event(), threading.Event()
+    kernels = [_hold(driver, held, gate), _tell(driver, held, ended)]
+    slots.flush([first])
+    slots.prefetch([second], CPU)
+    slots.prefetch([third], CPU)
+    slots._rooms_on(CPU).stream = free
+    came = slots.fetch([second], CPU)[second]["w"]
+    seen = torch.zeros_like(came)
+    driver.observe(free, seen, came)
+    kernels.append(_tell(driver, free, passed))
+    assert passed.wait(30) and not ended.is_set() and (seen == 9).all()
+    gate.set()
+    slots.flush([second])
+    slots.close()
+    driver.drop_stream(held)
+    driver.drop_stream(free)
+
+
+def _tell(driver, stream, event):
+    """Let `stream` set `event` when it comes there."""
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: event.set())
+    driver.call(stream, function)
+    return function
+
+
+def test_a_span_of_two_blocks_is_brought_ahead_once_and_its_last_value_counts(driver):
+    first, second, shared, _ = layout = four_blocks()
+    slots = MovingStore(layout, prefetch_depth=2, standin=driver, chunk_bytes=4096)
+    slots.fetch([first, shared], CPU)[shared]["w"].fill_(1)
+    assert copies(driver, lambda: slots.prefetch([second, shared], CPU)) == 1
+    assert copies(driver, lambda: slots.prefetch([shared], CPU)) == 0
+    slots.flush([first, shared])
+    fetched = {}
+    assert copies(driver, lambda: fetched.update(slots.fetch([second, shared], CPU))) == 1
+    assert (fetched[shared]["w"] == 1).all()
+    slots.flush([second, shared])
+    slots.prefetch([second, shared], CPU)
+    slots.prefetch([shared], CPU)
+    slots.fetch([shared], CPU)[shared]["w"].fill_(2)  # not in the order that was announced
+    slots.flush([shared])
+    assert (slots.fetch([second, shared], CPU)[shared]["w"] == 2).all()
+    slots.flush([second, shared])
+    slots.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 9])
+def test_each_unit_of_depth_costs_one_room_as_large_as_the_blocks_in_it_and_no_more_than_there_are(make_store, depth):
+    layout = four_blocks(w=torch.int16, m=torch.float32)
+    slots, sizes = make_store(layout, prefetch_depth=depth), 9 * [aligned(2 * n) + aligned(4 * n) for n in (1000, 2000, 3000, 4000)]
+    for visit in range(24):
+        come = [[list(layout)[(visit + i) % 4]] for i in range(min(1 + depth, 4))]
+        for spans in come:
+            slots.prefetch(spans, CPU)
+        slots.fetch(come[0], CPU)
+        memory = slots.memory()
+        on_device = {slot: places["cpu"] for slot, places in memory.items() if "cpu" in places}
+        held = sum(spans[0].numel for spans in come)
+        assert (on_device["w"], on_device["m"]) == (2 * held, 4 * held)
+        slots.flush(come[0])
+    rooms = [sizes[room :: len(come)] for room in range(len(come))]  # what came into each
+    assert sum(on_device.values()) == sum(map(max, rooms))
+    slots.close()
+
+
+@pytest.mark.parametrize("depth", [-1, 1.0, True, None])
+def test_a_depth_that_is_no_count_is_refused(depth):
+    with pytest.raises(ValueError, match=f"prefetch_depth must be an int of at least 0; got {depth}"):
+        BlockAdam(tiny(torch.bfloat16).named_parameters(), prefetch_depth=depth)
+
+
+def test_on_the_cpu_nothing_is_brought_anywhere():
+    layout = four_blocks()
+    slots = Store(layout, [CPU], prefetch_depth=2)
+    for span in layout:
+        slots.prefetch([span], CPU)
+        assert slots.fetch([span], CPU)[span]["w"].data_ptr() == slots._host[span]["w"].data_ptr()
+        slots.flush([span])
+    assert set(slots.memory()) == {"w", "padding"}
+
+
 # --- what can go wrong -----------------------------------------------------------------------------------------------------
 
 
@@ -278,9 +391,9 @@ def test_a_device_that_is_not_there_is_named(driver):
         store_module._C.Context(7, driver.path)
 
 
-def train_through_failures(monkeypatch, make, fail_at, driver):
+def train_through_failures(monkeypatch, make, fail_at, driver, depth):
     """Train, let the driver fail in step `fail_at` after some calls, and repeat every step that raises."""
-    model, optimizer = make_optimizer(monkeypatch, make, switch_every=1, moments="run")
+    model, optimizer = make_optimizer(monkeypatch, make, switch_every=1, moments="run", prefetch_depth=depth)
     raised, skipped = [], 0
     for step in range(10):
         if step >= fail_at:
@@ -300,12 +413,13 @@ def train_through_failures(monkeypatch, make, fail_at, driver):
     return model, optimizer, raised
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("fail_at", range(4))
-def test_any_failed_call_surfaces_in_a_step_that_can_be_repeated(make_driver_store, driver, monkeypatch, fail_at):
+def test_any_failed_call_surfaces_in_a_step_that_can_be_repeated(make_driver_store, driver, monkeypatch, fail_at, depth):
     whole = make_optimizer(monkeypatch, Store, switch_every=1, moments="run")
     steps(*whole, 0, 10)
     driver.reset(fail_at, longest_delay_us=30)
-    model, optimizer, raised = train_through_failures(monkeypatch, make_driver_store, fail_at, driver)
+    model, optimizer, raised = train_through_failures(monkeypatch, make_driver_store, fail_at, driver, depth)
     assert raised and all("call step() again to retry" in text and "(2): out of memory" in text for text in raised)
     assert_same_bits(weights(whole[0]), weights(model))
     assert_same_state(whole[1], optimizer)
@@ -316,11 +430,12 @@ EVENT_CALLS = ["cuEventCreate", "cuEventRecord", "cuEventQuery", "cuStreamWaitEv
 CALLS = [*EVENT_CALLS, "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuCtxPushCurrent", "cuLaunchHostFunc"]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("call", CALLS)
-def test_the_state_is_whole_after_each_kind_of_failure(make_driver_store, driver, monkeypatch, call):
+def test_the_state_is_whole_after_each_kind_of_failure(make_driver_store, driver, monkeypatch, call, depth):
     """Also without another step: what the failed switch left in the room is read from there."""
     whole = make_optimizer(monkeypatch, Store, switch_every=1, moments="run")
-    moving = make_optimizer(monkeypatch, make_driver_store, switch_every=1, moments="run")
+    moving = make_optimizer(monkeypatch, make_driver_store, switch_every=1, moments="run", prefetch_depth=depth)
     for step in range(8):
         steps(*whole, step, step + 1)
         set_gradients(moving[1], step)

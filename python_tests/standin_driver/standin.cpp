@@ -411,6 +411,11 @@ void standin_fail(const char* name, long skipped, int code) {
     w.calls_until_failure = skipped;
     w.failure = code;
 }
+// How many such calls will still be skipped; -1 once one has failed, or if none shall.
+long standin_until_failure() {
+    const std::lock_guard lock(world().mutex);
+    return world().calls_until_failure;
+}
 // The copy after `skipped` others is left half-done, and the device is lost.
 void standin_lose(long skipped) {
     World& w = world();
