@@ -9,79 +9,37 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-__all__ = ["StopAtActiveBlock"]
+__all__ = ["stop_at_active_block"]
 
 _log = logging.getLogger(__name__)
 
 
-class StopAtActiveBlock:
-    """Finds the model of some parameters, which know nothing of it, at its next forward pass, and changes its checkpointing.
-
-    `undo()`, or the end of this object, gives the model back as it was.
-    """
-
-    def __init__(self) -> None:
-        self._changes: list[Callable[[], None]] = []
-        self._undo = weakref.finalize(self, _take_back, self._changes)
-        self._undo.atexit = False
-        self._disarm: Callable[[], Any] = lambda: None
-        self._params: frozenset[int] = frozenset()
-
-    def arm(self, params: Iterable[Tensor]) -> None:
-        """Let the next forward pass that records a graph, of a module with all of `params`, stop its backward pass there.
-
-        Once per visit is enough, unless checkpointing is enabled anew within one. Until then every module's call, of any
-        model, is looked at; afterwards none.
-        """
-        self._params = frozenset(map(id, params))
-        self._disarm()
-        handle = register_module_forward_pre_hook(functools.partial(_before_forward, weakref.ref(self)))
-        self._disarm = weakref.finalize(self, handle.remove)
-
-    def undo(self) -> None:
-        """Give the model back its own checkpointing."""
-        self._disarm()
-        self._undo()
-
-    def _change(self, model: nn.Module) -> None:
-        self._disarm()
-        for module in model.modules():
-            # By name: transformers forgets the first of two such hooks, and peft keeps no handle.
-            hooks = {key: hook for key, hook in module._forward_hooks.items() if _requires_grad(hook)}
-            if hooks:
-                for key in hooks:
-                    del module._forward_hooks[key]
-                self._changes.append(functools.partial(module._forward_hooks.update, hooks))
-                _log.info("the embeddings' output no longer requires grad: the backward pass stops at the active block")
-            checkpoint = vars(module).get("_gradient_checkpointing_func")
-            if checkpoint is not None and not isinstance(checkpoint, _Stopping):
-                module._gradient_checkpointing_func = _Stopping(checkpoint)
-                self._changes.append(functools.partial(_restore, module))
-
-
-def _before_forward(stop: weakref.ref[StopAtActiveBlock], module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return
-    found = stop()
-    if found is not None and found._params <= {id(param) for param in module.parameters()}:
-        found._change(module)
+def stop_at_active_block(model: nn.Module) -> list[Callable[[], None]]:
+    """Change `model`, once; what undoes it, in order, the last first."""
+    changes: list[Callable[[], None]] = []
+    for module in model.modules():
+        # By name: transformers forgets the first of two such hooks, and peft keeps no handle.
+        hooks = {key: hook for key, hook in module._forward_hooks.items() if _requires_grad(hook)}
+        if hooks:
+            for key in hooks:
+                del module._forward_hooks[key]
+            changes.append(functools.partial(module._forward_hooks.update, hooks))
+            _log.info("the embeddings' output no longer requires grad: the backward pass stops at the active block")
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None and not isinstance(checkpoint, _Stopping):
+            module._gradient_checkpointing_func = _Stopping(checkpoint)
+            changes.append(functools.partial(_restore, module))
+    return changes
 
 
 def _requires_grad(hook: Callable) -> bool:
     return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
-
-
-def _take_back(changes: list[Callable[[], None]]) -> None:
-    while changes:
-        changes.pop()()
 
 
 def _restore(module: nn.Module) -> None:

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from . import backends, checkpoint, formats, groups as named_groups, ownership, rules
 from .blocks import Block, Span
 from .buffers import Buffers, StaticGradients
-from .gradient_checkpointing import StopAtActiveBlock
 from .loss_scale import LossScale
+from .model_watch import ModelWatch
 from .progress import Progress
 from .schedule import Schedule
 from .store import Memory, Store
@@ -117,7 +117,7 @@ class BlockAdam(torch.optim.Optimizer):
         self._active = self._schedule(0)
 
         self._restore = ownership.take(self, [p for p in named.values() if p.requires_grad])
-        self._checkpointing = StopAtActiveBlock()
+        self._model_watch = ModelWatch([named[name] for name in self._codecs])
         self._collect_grads(*self._partition)
         for line in self._partition.skipped_lines():
             _log.warning(line)
@@ -255,7 +255,7 @@ class BlockAdam(torch.optim.Optimizer):
     def close(self) -> None:
         """Restore every `requires_grad` and give up all state. The optimizer cannot step afterwards."""
         self._restore()
-        self._checkpointing.undo()
+        self._model_watch.undo()
         self._visit = None
         self._buffers.clear()
         self._static_grads = None
@@ -357,7 +357,7 @@ class BlockAdam(torch.optim.Optimizer):
             self._params[name].grad = None
         for name in names:
             self._params[name].requires_grad_(True)
-        self._checkpointing.arm(self._params[name] for name in names)
+        self._model_watch.arm(self._params[name] for name in names)
         if self._static_grads is not None:
             self._static_grads.attach(self.active_block)
 
