@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "numa.h"
 #include "threads.h"
 
 namespace badam {
@@ -44,7 +45,10 @@ Slab::Slab(size_t bytes, Pinning pinning, std::shared_ptr<const Context> context
         return;
     }
     const Context::Scope scope(*context_);
+    const int node = node_of(context_->pci_bus_id());  // a copy from another one crosses the link between the processors
     if (pinning == Pinning::allocated) {
+        // The driver makes the pages itself, for this thread: what the thread prefers is all that it can be told.
+        const NodePreference preference(node);
         void* data = nullptr;
         context_->driver->cuMemHostAlloc(&data, reserved(), host_memory_portable);
         data_ = static_cast<std::byte*>(data);
@@ -53,6 +57,7 @@ Slab::Slab(size_t bytes, Pinning pinning, std::shared_ptr<const Context> context
     }
     map();
     try {
+        prefer_node(data_, reserved(), node);
         fault_in(data_, reserved());
         // A fork would copy every pinned page at once, or make this process lose the pages that the device writes to.
         madvise(data_, reserved(), MADV_DONTFORK);

@@ -42,6 +42,11 @@ Context::~Context() {
     if (driver->usable()) driver->cuDevicePrimaryCtxRelease.code(device_);
 }
 
+std::string Context::pci_bus_id() const {
+    char id[32] = "";
+    return driver->cuDeviceGetPCIBusId.code(id, sizeof id, device_) ? "" : id;
+}
+
 Context::Scope::Scope(const Context& context) : driver_(*context.driver), pushed_(true) {
     driver_.cuCtxPushCurrent(context.handle_);
 }

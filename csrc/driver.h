@@ -25,6 +25,7 @@ using HostFunction = void (*)(void*);
 #define BADAM_DRIVER_CALLS(CALL)                                                       \
     CALL(cuInit, "cuInit", unsigned)                                                   \
     CALL(cuDeviceGet, "cuDeviceGet", int*, int)                                        \
+    CALL(cuDeviceGetPCIBusId, "cuDeviceGetPCIBusId", char*, int, int)                  \
     CALL(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", void**, int)            \
     CALL(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", int)               \
     CALL(cuCtxPushCurrent, "cuCtxPushCurrent_v2", void*)                               \
@@ -113,6 +114,9 @@ public:
         const Driver& driver_;
         const bool pushed_;
     };
+
+    // Such as 0000:3B:00.0; empty if the driver does not say.
+    std::string pci_bus_id() const;
 
     const std::shared_ptr<const Driver> driver;
 

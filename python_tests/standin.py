@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-_SOURCES = ["arena", "driver", "driver_copier", "thread_copier", "stager", "threads", "tests/store_stress"]
+_SOURCES = ["arena", "driver", "driver_copier", "numa", "thread_copier", "stager", "threads", "tests/store_stress"]
 _STAND_IN = Path(__file__).parent / "standin_driver/standin.cpp"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-pthread", "-Wall", "-Wextra"]
