@@ -6,11 +6,14 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import platform
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 
-from . import __version__, backends, monitor
+from . import __version__, backends, hostmem, monitor
+from .blocks import Span
+from .store import Store
 
 __all__ = ["findings"]
 
@@ -26,12 +29,15 @@ def findings() -> Iterator[tuple[str, str]]:
         ("triton", _triton),
         ("compiled extension", _extension),
         ("CUDA driver", _driver),
+        ("host memory", _host_memory),
         ("pinned memory", _pinning),
     ]
     for title, probe in probes:
         yield title, _guarded(probe)
     for device in _devices():
         yield f"backend for {device}", _guarded(lambda: _backend(device))
+        if device.type == "cuda":
+            yield f"memory of {device}", _guarded(lambda: _device_memory(device))
 
 
 def _guarded(probe: Callable[[], str]) -> str:
@@ -69,6 +75,11 @@ def _driver() -> str:
     return f"{found}, but torch {torch.__version__} cannot use it: install a torch built for CUDA"
 
 
+def _host_memory() -> str:
+    left = hostmem.available_bytes()
+    return "the system does not say" if left is None else f"{monitor.readable(left)} left for idle blocks and all else"
+
+
 def _pinning() -> str:
     import resource  # not there on Windows
 
@@ -77,11 +88,21 @@ def _pinning() -> str:
     told = f"memlock limit {allowed}"
     if not torch.cuda.is_available():
         return f"not used without a CUDA device ({told})"
-    try:
-        torch.empty(_PIN_BYTES, dtype=torch.uint8).pin_memory()
-    except RuntimeError as error:
-        return f"fails: {error} ({told}); raise it with `ulimit -l unlimited` or the container's --ulimit memlock=-1"
-    return f"works ({told})"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store = Store({Span("probe", 0, _PIN_BYTES): {"w": torch.uint8}}, [torch.device("cuda", torch.cuda.current_device())])
+    memory = store.memory()
+    store.close()
+    by_place = ", ".join(f"{monitor.readable(size)} {place}" for place, size in memory["w"].items())
+    probe = f"asked for {monitor.readable(memory.asked)}, reserved {monitor.readable(memory.reserved)}: {by_place}"
+    if "host_pinned" in memory["w"]:
+        return f"works, by the driver's own allocation ({told}; a probe {probe})"
+    return "; ".join([f"fails ({told}; a probe {probe})", *(str(warning.message) for warning in caught)])
+
+
+def _device_memory(device: torch.device) -> str:
+    left, total = torch.cuda.mem_get_info(device)
+    return f"{monitor.readable(left)} of {monitor.readable(total)} left"
 
 
 def _devices() -> Iterator[torch.device]:
