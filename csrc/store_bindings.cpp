@@ -72,7 +72,7 @@ void bind_store(py::module_& m) {
             return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()), static_cast<py::ssize_t>(slab.size()));
         });
 
-    py::class_<Arrival>(m, "Arrival", "What `Stager.prefetch` returns, for `Stager.acquire`.");
+    py::class_<Arrival>(m, "Arrival", "Comes to pass when what one `Stager.prefetch` was given, and all before it, is in its room.");
 
     py::class_<Stager>(m, "Stager", "Moves slots between host memory and rooms of device memory; csrc/stager.h.")
         .def(py::init(&stager), py::arg("context"), py::arg("chunk_bytes"), py::arg("direct"), unlocked,
@@ -83,7 +83,7 @@ void bind_store(py::module_& m) {
         .def("prefetch", &prefetch, py::arg("pieces"), py::arg("compute"), unlocked,
              "Copy each (room address, host address, bytes) to the room once it is free. Returns at once, with their Arrival.")
         .def("acquire", &acquire, py::arg("arrival"), py::arg("compute"), unlocked,
-             "Work given to stream `compute` from now on runs after `arrival`: what it was returned for is there, and all before.")
+             "Work given to stream `compute` from now on runs after `arrival`.")
         .def("settle", &Stager::settle, unlocked, "Block until everything flushed is in host memory.")
         .def("settled", &Stager::settled, unlocked, "Whether everything flushed is in host memory.")
         .def("synchronize", &Stager::synchronize, unlocked, "Block until nothing moves. What could not be sent is given up.")

@@ -497,6 +497,8 @@ def test_memory_is_exact_and_flat_over_two_sweeps():
     assert first["w"] == {"host_pageable": 2 * trained}
     largest = max(sum(-(-p.numel() // 16) * 16 for p in layer.parameters()) for layer in model.layers)
     assert first["m"] == first["v"] == {"host_pageable": 4 * largest}
+    assert first.asked == 2 * trained and first["padding"] == {"host_pageable": first.reserved - first.asked}
+    assert first.touched <= first.reserved
 
 
 def test_moments_kept_for_the_run_are_counted():

@@ -161,8 +161,26 @@ def test_memory_reports_every_byte_once(any_store):
     report, sizes = slots.memory(), slots.reservation()
     assert report["w"] == {"host_pageable": 2 * 303} and report["m"] == {"host_pageable": 4 * 303}
     assert sum(sum(places.values()) for places in report.values()) == sizes["reserved"]
+    assert report.asked == 6 * 303 and report["padding"] == {"host_pageable": report.reserved - report.asked}
+    assert {"asked": report.asked, "reserved": report.reserved, "touched": report.touched} == sizes
     slots.close()
-    assert sum(sum(places.values()) for places in slots.memory().values()) == 0
+    report = slots.memory()
+    assert sum(sum(places.values()) for places in report.values()) == 0
+    assert (report.asked, report.reserved, report.touched) == (0, 0, 0)
+
+
+@needs_extension
+def test_touched_counts_the_pages_that_were_written():
+    layout = {Span(f"p{i}", 0, 40_000): {"w": torch.int16} for i in range(3)}  # too little for huge pages
+    slots, page = Store(layout), os.sysconf("SC_PAGESIZE")
+    assert slots.memory().touched == 0
+    slots.read(list(layout)[0])["w"][:1] = 1
+    assert slots.memory().touched == page
+    slots.read(list(layout)[2])["w"][-1:] = 1
+    assert slots.memory().touched == 2 * page < slots.memory().reserved
+    for span in layout:
+        slots.read(span)["w"].fill_(1)
+    assert slots.memory().touched == slots.memory().reserved
 
 
 # --- what does not fit ---------------------------------------------------------------------------------------------------

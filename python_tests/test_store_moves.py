@@ -332,7 +332,8 @@ def test_a_span_of_two_blocks_is_brought_ahead_once_and_its_last_value_counts(dr
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
 def test_each_unit_of_depth_costs_one_room_as_large_as_the_blocks_in_it_and_no_more_than_there_are(make_store, depth):
     layout = four_blocks(w=torch.int16, m=torch.float32)
-    slots, sizes = make_store(layout, prefetch_depth=depth), 9 * [aligned(2 * n) + aligned(4 * n) for n in (1000, 2000, 3000, 4000)]
+    sizes = 9 * [aligned(2 * span.numel) + aligned(4 * span.numel) for span in layout]
+    slots = make_store(layout, prefetch_depth=depth)
     for visit in range(24):
         come = [[list(layout)[(visit + i) % 4]] for i in range(min(1 + depth, 4))]
         for spans in come:
@@ -384,6 +385,25 @@ def test_without_a_driver_pinning_says_so_once_and_the_store_works(monkeypatch):
     with pytest.warns(RuntimeWarning, match="no CUDA driver: .*libcuda-not-here.so"):
         slots = Store({Span("p", 0, 10): {"w": torch.float32}}, [torch.device("cuda", 0)])
     assert "host_pageable" in slots.memory()["w"]
+
+
+def test_memory_counts_every_byte_once_by_slot_and_place(make_store):
+    layout = {Span(f"p{i}", 0, 2000 - 1000 * i): {"w": torch.int16, "m": torch.float32} for i in range(2)}
+    slots = make_store(layout, chunk_bytes=4096)
+    for first, second in (list(layout), reversed(layout)):
+        slots.fetch([first], CPU)
+        slots.prefetch([second], CPU)
+        report, host = slots.memory(), "host_pinned" if slots._pinned else "host_pageable"
+        room = aligned(2 * 2000) + aligned(4 * 2000)  # as large as the larger block
+        assert report["w"] == {host: 2 * 3000, "cpu": 2 * first.numel}
+        assert report["m"] == {host: 4 * 3000, "cpu": 4 * first.numel}
+        assert report["padding"] == {host: report.reserved - 6 * 3000, "cpu": room - 6 * first.numel}
+        ring = slots._rooms[CPU].ring_bytes
+        assert report.get("ring", {}) == ({"host_pinned": ring} if ring else {})
+        assert (report.asked, {**report}.keys() - {"ring"}) == (6 * 3000, {"w", "m", "padding"})
+        assert report.touched <= report.reserved and (not slots._pinned or report.touched == report.reserved)
+        slots.flush([first])
+    slots.close()
 
 
 def test_a_device_that_is_not_there_is_named(driver):

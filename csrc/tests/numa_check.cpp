@@ -28,7 +28,8 @@ void print_policy(const char* of, std::byte* page) {
 
 int policy() {
     if (syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0)) return std::puts("refused");
-    auto* const data = static_cast<std::byte*>(mmap(nullptr, 3 * size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    void* const pages = mmap(nullptr, 3 * size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    auto* const data = static_cast<std::byte*>(pages);
     prefer_node(data, size, -1);
     print_policy("untold", data);
     prefer_node(data + size, size, 0);
