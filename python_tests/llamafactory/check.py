@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-PACKAGES = ["llamafactory==0.9.5", "torch"]
+PACKAGES = ["llamafactory==0.9.5", "torch==2.13.0"]
 
 COMMON = {
     "stage": "sft",
@@ -49,30 +52,33 @@ LONG = {
 }
 RUNS = {
     # name: (settings, blocks that train at each step)
+    "random": (LONG, None),
     "ascending": ({"badam_switch_mode": "ascending"}, [0, 1, 2, 0]),
     "descending from 1": ({"badam_switch_mode": "descending", "badam_start_block": 1}, [1, 0, 2, 1]),
     "fixed": ({"badam_switch_mode": "fixed", "gradient_accumulation_steps": 2}, [0, 0, 0, 0]),
     "interval -1": ({"badam_switch_mode": "ascending", "badam_switch_interval": -1}, [0, 0, 0, 0]),
-    "random": (LONG, None),
-    "random, resumed": (LONG, None),
     "ratio, adjacent": ({"badam_mode": "ratio", "badam_update_ratio": 0.25}, [0, 0, 0, 0]),
     "ratio, scatter": ({"badam_mode": "ratio", "badam_update_ratio": 0.25, "badam_mask_mode": "scatter"}, [0, 0, 0, 0]),
+    "random, resumed": (LONG, None),
 }
 
 
 def make_environment(folder: Path) -> Path:
     """Python of an environment with LLaMA-Factory and this package as it is now."""
     python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        shutil.rmtree(folder, ignore_errors=True)
+    if not python.exists():
         venv.create(folder, with_pip=True)
-        pip(python, "install", "--no-compile", *PACKAGES)
-        # Their builds do not match a CPU build of torch; LLaMA-Factory imports torchaudio, but needs nothing from it here.
-        pip(python, "uninstall", "--yes", "torchvision", "torchaudio")
-        site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
-        Path(site.strip(), "torchaudio.py").touch()
-        (folder / "ready").touch()
-    pip(python, "install", "--no-deps", "--force-reinstall", str(REPOSITORY))
+    with tempfile.TemporaryDirectory() as wheels, ThreadPoolExecutor() as pool:
+        building = pool.submit(pip, python, "wheel", "--no-deps", "--wheel-dir", wheels, str(REPOSITORY))
+        if not (folder / "ready").exists():
+            pip(python, "install", "--no-compile", *PACKAGES)
+            # Their builds do not match a CPU build of torch; LLaMA-Factory imports torchaudio, but needs nothing from it here.
+            pip(python, "uninstall", "--yes", "torchvision", "torchaudio")
+            site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
+            Path(site.strip(), "torchaudio.py").touch()
+            (folder / "ready").touch()
+        building.result()
+        pip(python, "install", "--no-deps", "--force-reinstall", *map(str, Path(wheels).iterdir()))
     return python
 
 
@@ -88,13 +94,13 @@ def start(python: Path, *command: str, log: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(log.parent), "HF_HUB_OFFLINE": "1"},
+        env={"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(log.parent), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         cwd=log.parent,
     )
     log.write_text(done.stdout)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
-    print(f"  {time.perf_counter() - began:.0f} s")
+    print(f"{log.stem}: {time.perf_counter() - began:.0f} s", flush=True)
     return done.stdout
 
 
@@ -105,7 +111,6 @@ def train(python: Path, data: Path, name: str, settings: dict, resume: Path | No
     config = COMMON | settings | paths | ({"resume_from_checkpoint": str(resume)} if resume else {})
     file = data / f"{out.name}.yaml"
     file.write_text(json.dumps(config))  # which is YAML too; its reader of .json files is broken
-    print(name, flush=True)
     said = start(python, "llamafactory-cli", "train", str(file), log=data / f"{out.name}.log")
     kind = "BlockOptimizerRatio" if settings.get("badam_mode") == "ratio" else "BlockOptimizer"
     expect(f".{kind}: " in said and "badam_kernels.integrations." in said, f"{name}: the log does not show that our {kind} ran")
@@ -157,15 +162,17 @@ def main() -> None:
     print(f"environment: {time.perf_counter() - began:.0f} s", flush=True)
     shutil.rmtree(data, ignore_errors=True)
     subprocess.run([python, HERE / "prepare.py", data], check=True)
-    outs: dict[str, Path] = {}
-    for name, (settings, blocks) in RUNS.items():
-        resume = outs["random"] / "checkpoint-3" if name == "random, resumed" else None
-        outs[name] = train(python, data, name, settings, resume)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # one thread each
+        web = [python, "python", str(HERE / "web.py"), str(data), str(data / "web")]
+        done = {"web interface": pool.submit(start, *web, log=data / "web.log")}
+        for name, (settings, _) in RUNS.items():
+            resume = done["random"].result() / "checkpoint-3" if name == "random, resumed" else None
+            done[name] = pool.submit(train, python, data, name, settings, resume)
+        outs = {name: run.result() for name, run in done.items()} | {"web interface": data / "web"}
+    for name, (_, blocks) in RUNS.items():
         check_blocks(name, outs[name], blocks)
+    check_blocks("web interface", outs["web interface"], [2, 1, 0, 2])
     subprocess.run([python, "-c", COMPARE, outs["random"], outs["random, resumed"]], check=True)
-    print("web interface", flush=True)
-    start(python, "python", str(HERE / "web.py"), str(data), str(data / "web"), log=data / "web.log")
-    check_blocks("web interface", data / "web", [2, 1, 0, 2])
     print(f"{len(RUNS) + 1} passed, 0 failed\nin {time.perf_counter() - began:.0f} s")
 
 
