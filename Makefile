@@ -2,17 +2,20 @@
 #   make demo   fine-tune SmolLM2-135M on the King James Bible
 #   make test   run the tests; PYTEST_ARGS="-k resume" picks some
 #   make test-llamafactory   LLaMA-Factory 0.9.5, its own command line, on the drop-in (python3 >= 3.11)
+#   make gpu    on a machine with a GPU: tests and benchmarks there, with the Python at hand (PYTHON=...), which must have torch
+#               with CUDA, triton and the build requirements; asks no package index. Logs and CSV files go to RESULTS=...
 #   make clean  remove what these made
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
+RESULTS ?= benchmarks/results
 
 # What pip compiles or reads at installation; Python files are used where they lie (pip install -e).
 INSTALLED := setup.py pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test test-llamafactory clean
+.PHONY: demo test test-llamafactory gpu clean
 
 demo: $(VENV)/demo.stamp
 	rm -rf $(DEMO)
@@ -23,6 +26,9 @@ test: $(VENV)/test.stamp
 
 test-llamafactory:
 	$(PYTHON) python_tests/llamafactory/check.py --environment $(VENV)-llamafactory --out runs/llamafactory
+
+gpu:
+	PYTHON='$(PYTHON)' RESULTS='$(RESULTS)' .ci/gpu
 
 clean:
 	rm -rf $(VENV) $(VENV)-llamafactory $(DEMO) runs/llamafactory

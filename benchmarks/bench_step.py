@@ -3,6 +3,7 @@
     python benchmarks/bench_step.py --device cpu            the step, as ns per parameter and share of the bandwidth
     python benchmarks/bench_step.py --device cpu --host     what a step costs outside its kernel
     python benchmarks/bench_step.py --device cuda           the step on layers of real models, as share of a copy's bandwidth
+    python benchmarks/bench_step.py --device cuda --host    what a step costs the host, launches included
 
 Contenders take turns and the median of their times counts, so that a busy machine disturbs all alike. None is timed before
 its weights agree with an fp64 AdamW.
@@ -15,7 +16,7 @@ import csv
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -103,16 +104,21 @@ def row(contender: Contender, seconds: float, peak: float) -> dict:
     }
 
 
-def report(rows: list[dict], name: str) -> None:
-    widths = {key: max(len(key), *(len(str(r[key])) for r in rows)) for key in rows[0]}
-    for line in ({key: key for key in widths}, *rows):
+def report(rows: Iterable[dict], path: Path) -> None:
+    """Write every row to `path` as it comes, so that a run that is cut short leaves what it measured; then print the table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    with open(path, "w", newline="", buffering=1) as file:
+        for row in rows:
+            writer = csv.DictWriter(file, row.keys())
+            if not written:
+                writer.writeheader()
+            writer.writerow(row)
+            written.append(row)
+    widths = {key: max(len(key), *(len(str(r[key])) for r in written)) for key in written[0]}
+    for line in ({key: key for key in widths}, *written):
         print("  ".join(f"{line[key]!s:>{width}}" for key, width in widths.items()))
-    RESULTS.mkdir(exist_ok=True)
-    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"written to benchmarks/results/{name}.csv")
+    print(f"written to {path}")
 
 
 def main() -> None:
@@ -120,16 +126,19 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds")
     parser.add_argument("--host", action="store_true", help="measure the host time of a step instead")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     built_for = isas()[-1] if isas() else "no extension"
     print(f"{platform.machine()} ({built_for}), {torch.get_num_threads()} threads, torch {torch.__version__}")
+    if device.type == "cuda":
+        print(f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}")
     if arguments.host:
-        report(host_times(arguments.rounds), f"host_{device.type}")
+        report(host_times(arguments.rounds, device), arguments.results / f"host_{device.type}.csv")
         return
     check(device)
-    rows = measure_on_gpu(device, arguments.rounds) if device.type == "cuda" else measure(device, arguments.rounds)
-    report(rows, f"step_{device.type}")
+    measured = measure_on_gpu if device.type == "cuda" else measure
+    report(measured(device, arguments.rounds), arguments.results / f"step_{device.type}.csv")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from contenders import BF16, Block, Contender, all_contenders
@@ -20,9 +20,9 @@ def layer(hidden: int, inner: int, key_value: int, biases: bool = False) -> list
 
 
 BLOCKS = {
-    "Qwen2.5-0.5B layer": layer(896, 4864, 128, biases=True),
     "Llama-3-8B layer": layer(4096, 14336, 1024),
     "Llama-3-70B layer": layer(8192, 28672, 1024),
+    "Qwen2.5-0.5B layer": layer(896, 4864, 128, biases=True),
     "MoE of 400 experts": [(256, 2048), (256, 2048), (2048, 256)] * 400,
 }
 
@@ -67,21 +67,20 @@ def copy(device: torch.device) -> Contender:
     return Contender("device-to-device copy", 2, lambda: None, lambda: target.copy_(source), lambda: [])
 
 
-def measure_on_gpu(device: torch.device, rounds: int) -> list[dict]:
+def measure_on_gpu(device: torch.device, rounds: int) -> Iterator[dict]:
     sweep = torch.empty(4 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
     yardstick = copy(device)
     time_ms = milliseconds(yardstick.prepare, yardstick.step, rounds, sweep)
     peak = 2 * COPY_BYTES / time_ms / 1e6
-    rows = [_row(f"{COPY_BYTES:,} bytes", yardstick, 2 * COPY_BYTES, time_ms, peak)]
+    yield _row(f"{COPY_BYTES:,} bytes", yardstick, 2 * COPY_BYTES, time_ms, peak)
     for name, shapes in BLOCKS.items():
         block = random_block(shapes, device)
         for contender in all_contenders(block, device):
             time_ms = milliseconds(contender.prepare, contender.step, rounds, sweep)
-            rows.append(_row(name, contender, contender.moved_bytes * block.numel, time_ms, peak))
+            yield _row(name, contender, contender.moved_bytes * block.numel, time_ms, peak)
             del contender
             gc.collect()
             torch.cuda.empty_cache()
-    return rows
 
 
 def _row(block: str, contender: Contender, moved_bytes: int, time_ms: float, peak_gbps: float) -> dict:
