@@ -19,30 +19,32 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from badam_kernels import _C
 from badam_kernels.blocks import Span
-from badam_kernels.room import Room
+from badam_kernels.room import Rooms
 from badam_kernels.store import Store
 
 LAYER = 218_112_000  # parameters of one of Llama-3-8B's 32 layers
 CHUNK_BYTES = 16 << 20
 
 
-class HostRoom(Room):
+class HostRooms(Rooms):
     """A room on the CPU, filled by threads; the caller is what computes."""
 
     def _stream(self) -> int:
         return 0
 
 
-def best(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of the fastest of `rounds` runs of each; they take turns."""
+def best(contenders: dict[Any, Callable[[], object]], rounds: int, before: Callable = lambda: None) -> dict[Any, float]:
+    """Seconds of the fastest of `rounds` runs of each; they take turns, each after an untimed call of `before`."""
     least = dict.fromkeys(contenders, math.inf)
     for _ in range(rounds):
         for name, run in contenders.items():
+            before()
             start = time.perf_counter()
             run()
             least[name] = min(least[name], time.perf_counter() - start)
@@ -58,7 +60,7 @@ class HostSwap:
         for i, slab in enumerate(self.slabs):
             host = torch.frombuffer(slab, dtype=torch.uint8).fill_(1)
             self.blocks.append({Span(f"p{i}", 0, block_bytes): {"w": host}})
-        self.room = HostRoom(torch.device("cpu"), _C.Stager(None, CHUNK_BYTES, True), self.slabs)
+        self.room = HostRooms(torch.device("cpu"), _C.Stager(None, CHUNK_BYTES, True), self.slabs)
         self.now = 0
         self.room.fetch(self.blocks[0])
 
@@ -146,59 +148,80 @@ def synchronized(run: Callable[[], object]) -> Callable[[], None]:
     return timed
 
 
+class DeviceSwap:
+    """Blocks of `block_bytes` that take turns on `device`; `depth` of them are brought ahead of their turn."""
+
+    def __init__(self, block_bytes: int, device: torch.device, depth: int = 0):
+        self.device, self.depth = device, depth
+        self.spans = [Span(f"p{i}", 0, block_bytes) for i in range(2 + depth)]
+        self.store = Store({span: {"w": torch.uint8} for span in self.spans}, [device], depth)
+        self.now = 0
+        self.fetch()
+
+    def start(self) -> None:
+        self.store.flush([self.spans[self.now]])
+        self.now += 1
+        for turn in range(self.now, self.now + 1 + self.depth):
+            self.store.prefetch([self.spans[turn % len(self.spans)]], self.device)
+        self.now %= len(self.spans)
+
+    def fetch(self) -> torch.Tensor:
+        span = self.spans[self.now]
+        return self.store.fetch([span], self.device)[span]["w"]
+
+    def swap(self) -> None:
+        self.start()
+        self.fetch()
+        self.store.read(self.spans[self.now - 1])
+
+
 def on_the_device(block_bytes: int, rounds: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    spans = [Span(f"p{i}", 0, block_bytes) for i in range(2)]
-    store = Store({span: {"w": torch.uint8} for span in spans}, [device])
-    host, live = store.read(spans[1])["w"], store.fetch(spans[:1], device)[spans[0]]["w"]
+    swap = DeviceSwap(block_bytes, device)
+    host, other = swap.store.read(swap.spans[1])["w"], torch.empty_like(swap.fetch())
     print(f"pinned: {host.is_pinned()}; {block_bytes / 1e6:.0f} MB out and in, {rounds} rounds, {torch.cuda.get_device_name()}")
-    now = [0]
-
-    def start() -> None:
-        store.flush([spans[now[0]]])
-        now[0] = 1 - now[0]
-        store.prefetch([spans[now[0]]], device)
-
-    def swap() -> None:
-        start()
-        store.fetch([spans[now[0]]], device)
-        store.read(spans[1 - now[0]])
-
-    other = torch.empty_like(live)
     ways = {"to device": lambda: other.copy_(host, non_blocking=True), "to host": lambda: host.copy_(other, non_blocking=True)}
-    times = best({**{name: synchronized(way) for name, way in ways.items()}, "swap": synchronized(swap)}, rounds)
+    times = best({**{name: synchronized(way) for name, way in ways.items()}, "swap": synchronized(swap.swap)}, rounds)
     one_way = max(block_bytes / times[name] for name in ways)
     both_ways = 2 * block_bytes / times["swap"]
     for name in ways:
         print(f"{name:16} {block_bytes / times[name] / 1e9:7.2f} GB/s")
     print(f"swap             {both_ways / 1e9:7.2f} GB/s   {100 * both_ways / one_way:5.1f} % of one way")
-    exposed_time(start, lambda: store.fetch([spans[now[0]]], device), rounds)
-    store.close()
+    swap.store.close()
+    exposed_time(block_bytes, device, rounds)
     pinning(device, 8 * block_bytes)
 
 
-def exposed_time(start: Callable[[], None], fetch: Callable[[], object], rounds: int) -> None:
+def exposed_time(block_bytes: int, device: torch.device, rounds: int) -> None:
     """How much longer K steps get by the switch before them. A step is about 50 ms of matrix products."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     once = best({"": synchronized(lambda: torch.mm(a, a))}, 10)[""]
     products = math.ceil(0.05 / once)
+    swaps = {depth: DeviceSwap(block_bytes, device, depth) for depth in (0, 1)}
 
-    def steps(count: int, switching: bool) -> Callable[[], None]:
+    def visits(count: int, steps: int, swap: DeviceSwap | None) -> Callable[[], None]:
         def run() -> None:
-            if switching:
-                start()
-            for step in range(count):
+            for step in range(count * steps):
+                if swap and step % steps == 0:
+                    swap.start()
                 for _ in range(products):
                     torch.mm(a, a)
-                if switching and step == 0:
-                    fetch()
+                if swap and step % steps == 0:
+                    swap.fetch()
+            torch.cuda.current_stream(device).synchronize()  # what is still on its way for later visits is theirs
 
-        return synchronized(run)
+        return run
 
     for k in (1, 10, 100):
-        times = best({"plain": steps(k, False), "switching": steps(k, True)}, max(2, rounds // k))
-        exposed = times["switching"] - times["plain"]
-        print(f"K = {k:3}          {1e3 * exposed:7.3f} ms exposed, {100 * exposed / times['plain']:.2f} % of {k} steps")
+        count = max(1, 10 // k)
+        runs = {"plain": visits(count, k, None)} | {depth: visits(count, k, swap) for depth, swap in swaps.items()}
+        times = best(runs, max(2, rounds // k), torch.cuda.synchronize)
+        for depth in swaps:
+            exposed = (times[depth] - times["plain"]) / count
+            share = 100 * exposed * count / times["plain"]
+            print(f"K = {k:3}, depth {depth} {1e3 * exposed:7.3f} ms exposed, {share:.2f} % of {k} steps")
+    for swap in swaps.values():
+        swap.store.close()
 
 
 def pinning(device: torch.device, total: int) -> None:
