@@ -1,15 +1,18 @@
 """What every test shares: where it runs, which backend, and memory that is poisoned before it is written."""
 
+import importlib.util
 import warnings
 
-import hypothesis
 import pytest
 import torch
 
 from badam_kernels import backends
 
-hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("suite")
+if importlib.util.find_spec("hypothesis"):  # the tests of a GPU do without
+    import hypothesis
+
+    hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+    hypothesis.settings.load_profile("suite")
 torch.set_num_threads(1)  # the models are tiny; spinning threads only get into each other's way
 
 

