@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import dataclasses
 import functools
 import gc
 import os
@@ -89,25 +90,33 @@ def switch_at_random(make, plan, seed):
     layout, blocks, switches, depth = plan
     random = torch.Generator().manual_seed(seed)
     slots = make(layout, prefetch_depth=depth)
-    expected = {span: {slot: bits(value) for slot, value in slots.read(span).items()} for span in layout}
+    zeros = {span: {slot: bits(value) for slot, value in slots.read(span).items()} for span in layout}
+    expected = zeros
     for count, (index, foretold, written) in enumerate(switches):
         spans = blocks[index]
         for announced, *_ in switches[count : count + 1 + depth] if foretold else ():
             slots.prefetch(blocks[count % len(blocks) if count % 3 == 0 else announced], CPU)
+        if count % 11 == 5:
+            slots.drop()
+            expected = zeros
         if count % 7 == 6:
             span = list(layout)[count % len(layout)]
             values = {slot: torch.randint(256, value.shape, generator=random).byte() for slot, value in expected[span].items()}
             slots.write(span, {slot: value.view(layout[span][slot]) for slot, value in values.items()})
-            expected[span] = values
+            expected = expected | {span: values}
         for span, fetched in slots.fetch(spans, CPU).items():
             for slot, value in fetched.items():
                 assert torch.equal(bits(value), expected[span][slot]), (count, span, slot)
                 if written:
                     value.view(torch.uint8).random_(0, 256, generator=random)
-                    expected[span][slot] = bits(value)
+                    expected = expected | {span: expected[span] | {slot: bits(value)}}
         if count % 5 == 4:
             slots.prefetch(blocks[count % len(blocks)], CPU)
-        slots.flush(spans)
+        if count % 11 == 10:
+            slots.drop()
+            expected = zeros
+        else:
+            slots.flush(spans)
     for span in layout:
         for slot, value in slots.read(span).items():
             assert torch.equal(bits(value), expected[span][slot])
@@ -187,6 +196,31 @@ def test_training_with_moving_slots_is_bitwise_training_without(make_store, monk
     moving[1].close()
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("moments", ["visit", "run"])
+def test_announcements_that_do_not_come_true_cost_no_bit(make_store, monkeypatch, moments, depth):
+    """After a skipped step, a visit ended by hand, and a state from another time."""
+    given = {"moments": moments, "switch_every": 1, "max_grad_norm": 1.0, "prefetch_depth": depth}
+    pairs = [make_optimizer(monkeypatch, kind, **given) for kind in (Store, make_store)]
+    for model, optimizer in pairs:
+        steps(model, optimizer, 0, 5)
+        before = copy.deepcopy(optimizer.state_dict())
+        set_gradients(optimizer, 5)
+        next(p for p in model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+        optimizer.step()
+        assert optimizer.global_step == 5
+        steps(model, optimizer, 6, 8)
+        ended = dataclasses.replace(optimizer._schedule, first_step=optimizer.global_step, first_visit=12)
+        optimizer._schedule = ended
+        optimizer._switch(ended(optimizer.global_step))
+        steps(model, optimizer, 8, 12)
+        optimizer.load_state_dict(before)
+        steps(model, optimizer, 12, 20)
+    assert_same_bits(weights(pairs[0][0]), weights(pairs[1][0]))
+    assert_same_state(pairs[0][1], pairs[1][1])
+    pairs[1][1].close()
+
+
 def test_two_optimizers_at_once(make_store, monkeypatch):
     pairs = [make_optimizer(monkeypatch, kind, moments="run") for kind in (Store, make_store, make_store)]
     for step in range(12):
@@ -199,8 +233,9 @@ def test_two_optimizers_at_once(make_store, monkeypatch):
 
 
 def test_weights_edited_outside_win_over_moving_slots(make_store, monkeypatch):
-    for format in ("split", "master"):
-        model, optimizer = make_optimizer(monkeypatch, make_store, format=format, switch_every=1, schedule="ascending")
+    for format, depth in (("split", 0), ("master", 0), ("split", 1), ("master", 1)):
+        given = {"format": format, "prefetch_depth": depth}
+        model, optimizer = make_optimizer(monkeypatch, make_store, **given, switch_every=1, schedule="ascending")
         steps(model, optimizer, 0, 4)  # every block has residuals now, and block 0 is about to be visited again
         edited = {name: torch.full_like(p, 0.5) for name, p in model.named_parameters() if "layers" in name}
         model.load_state_dict(edited, strict=False)
@@ -273,6 +308,19 @@ def test_a_block_brought_ahead_is_not_moved_again(driver):
     slots.flush([first])
     assert copies(driver, lambda: (slots.prefetch([second], CPU), slots.prefetch([third], CPU))) == 1
     assert copies(driver, lambda: slots.fetch([second], CPU)) == 0
+    slots.close()
+
+
+def test_of_more_blocks_than_there_are_rooms_those_announced_last_stay(driver):
+    first, second, third, fourth = layout = four_blocks()
+    slots = MovingStore(layout, prefetch_depth=1, standin=driver, chunk_bytes=4096)
+    for span, moved in ((first, 1), (second, 1), (first, 0), (third, 1), (third, 0)):
+        assert copies(driver, lambda: slots.prefetch([span], CPU)) == moved
+    assert copies(driver, lambda: slots.fetch([first], CPU)) == 0  # the second has made way for the third
+    assert copies(driver, lambda: slots.prefetch([fourth], CPU)) == 1
+    slots.flush([first])
+    assert copies(driver, lambda: slots.fetch([third], CPU)) == 1  # it has made way, since the first was in use
+    slots.flush([third])
     slots.close()
 
 
