@@ -44,13 +44,15 @@ def milliseconds(prepare: Callable[[], object], step: Callable[[], object], roun
     """The median time of `step` on the device.
 
     Before each, a buffer larger than the L2 cache is overwritten, so that all inputs are cold; SWEEPS times, so that the host
-    has queued the whole step before the device begins it, as it has in training behind a backward pass.
+    has queued the whole step before the device begins it, as it has in training behind a backward pass. Then it is read, so
+    that the cache holds nothing of it that would be written back during the step.
     """
     times = []
     for i in range(rounds + 3):
         prepare()
         for _ in range(SWEEPS):
             sweep.fill_(i)
+        sweep.amax()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         step()
