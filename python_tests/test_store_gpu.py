@@ -77,19 +77,20 @@ def test_a_switch_does_not_make_the_host_wait(cuda):
     store.close()
 
 
-def test_training_is_the_same_with_slots_pinned_or_not(cuda, monkeypatch):
+def test_training_is_the_same_with_slots_pinned_or_not_and_brought_ahead_or_not(cuda, monkeypatch):
     states = []
-    for pinned in (True, False):
+    for pinned, depth in ((True, 0), (True, 1), (True, 9), (False, 0), (False, 2)):
         model = tiny(torch.bfloat16, layers=4).to(cuda)
         if not pinned:
             monkeypatch.setattr(Store, "_reserve", lambda self, sizes, _, reserve=Store._reserve: reserve(self, sizes, None))
-        optimizer = BlockAdam(model.named_parameters(), lr=1e-2, switch_every=2, seed=1, moments="run", backend="reference")
+        given = {"moments": "run", "backend": "reference", "prefetch_depth": depth}
+        optimizer = BlockAdam(model.named_parameters(), lr=1e-2, switch_every=2, seed=1, **given)
         for step in range(20):
             set_gradients(optimizer, step)
             optimizer.step()
         states.append(flat_state(optimizer.state_dict()))
         optimizer.close()
-    assert states[0] == states[1]
+    assert all(state == states[0] for state in states)
 
 
 def test_close_returns_device_and_host_memory(cuda):
