@@ -26,7 +26,7 @@ class Room:
 
     holds    by span, the slots that are laid out in it
     absent   spans of `holds` of which the room has no bytes, or old ones
-    arrival  comes to pass when all others are there
+    arrival  comes to pass when the bytes of the others are there
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Rooms:
         self._leaving.clear()
 
     def _room_for(self, host: dict[Span, Slots]) -> Room | None:
-        """A room laid out for `host`: by now, or an empty one, or that asked for longest ago. None if the only one is active."""
+        """The room laid out for `host`; else an empty one, else that asked for longest ago, laid out now. None: there is none."""
         idle = [room for room in self._rooms if room is not self._active]
         if len(self._rooms) <= self._prefetch_depth:
             idle.append(Room())
