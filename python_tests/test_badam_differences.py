@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import random
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from badam_kernels.integrations.badam import BAdamCallback, BlockOptimizer, BlockOptimizerRatio
-
-from models import assert_same_bits, loss_of, tiny, weights
-
 badam = pytest.importorskip("badam", reason="compares with badam itself")
+
+from badam_kernels.integrations.badam import BAdamCallback, BlockOptimizer, BlockOptimizerRatio  # noqa: E402
+
+from models import assert_same_bits, loss_of, tiny, weights  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:BAdam expect model:UserWarning",
     "ignore:the first visit has:UserWarning",
     "ignore:weight decay is:UserWarning",
+    "ignore:Sparse invariant checks:UserWarning",
 )
 BADAM, OURS = badam.BlockOptimizer, BlockOptimizer
 
@@ -45,6 +47,11 @@ def wrap(kind, model, base=None, **settings):
     base = base or torch.optim.AdamW(groups_of(model), lr=1e-2)
     settings = dict(switch_mode="ascending", switch_block_every=4, verbose=0) | settings
     return kind(base, list(model.named_parameters()), **settings)
+
+
+def ratio(kind, model, decay: float = 0.0, **settings):
+    groups = [{"params": list(model.parameters()), "weight_decay": decay}]
+    return kind(groups, list(model.named_parameters()), **dict(switch_every=3, verbose=0) | settings)
 
 
 def step(model, optimizer, gradient: float = 1.0) -> dict[str, torch.Tensor]:
@@ -100,18 +107,26 @@ def test_row_1_weight_decay_per_group():
             torch.testing.assert_close(delta, expected[name], rtol=1e-5, atol=1e-7)
 
 
-def lrs(kind, model, base, **settings):
-    """The lr that vectors and matrices of the active block were updated with: gradient 1, no eps, no decay."""
-    moved = step(model, wrap(kind, model, base, **settings))
-    return {round(float(delta.mean()), 3) for n, delta in moved.items()}
+def test_row_1_weight_decay_in_the_ratio_mode():
+    """badam's takes none, not even a default: with zero gradients nothing moves."""
+    for kind, expected in ((badam.BlockOptimizerRatio, 0), (BlockOptimizerRatio, 18)):
+        model = tiny()
+        nn.init.ones_(model.layers[0].up.weight)
+        optimizer = ratio(kind, model, decay=0.5, lr=0.25, update_ratio=0.25, preserve_threshold=0)
+        sum((0 * p).sum() for p in model.parameters() if p.requires_grad).backward()
+        optimizer.step()
+        moved = model.layers[0].up.weight.flatten() != 1
+        assert moved.sum() == expected and model.layers[0].up.weight.flatten()[moved].eq(1 - 0.25 * 0.5).all()
 
 
 def test_row_2_lr_per_group():
+    """With gradient 1, no eps and no decay, the first step is lr."""
     for kind, expected in ((BADAM, {0.25}), (OURS, {0.25, 0.5})):
         model = tiny()
         vectors, matrices = groups_of(model, 0.0)
         base = torch.optim.AdamW([vectors | {"lr": 0.25}, matrices], lr=0.5, eps=0.0, weight_decay=0.0)
-        assert lrs(kind, model, base) == expected
+        moved = step(model, wrap(kind, model, base))
+        assert {round(float(delta.mean()), 3) for delta in moved.values()} == expected
 
 
 def test_row_2_a_scheduler_on_the_inner_optimizer():
@@ -274,10 +289,6 @@ def test_row_10_the_head_alone():
         assert trainable(model) == expected and optimizer.block_num == 4
 
 
-def ratio(kind, model, **settings):
-    return kind(list(model.parameters()), list(model.named_parameters()), verbose=0, **settings)
-
-
 def test_row_10_the_final_norm_in_the_ratio_mode():
     """Only by layers is it never trained in badam: its ratio mode trains it without being asked to."""
     for kind, expected in ((badam.BlockOptimizerRatio, True), (BlockOptimizerRatio, False)):
@@ -342,7 +353,8 @@ def test_row_12_fp16_under_a_scaler():
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.step(optimizer)
     model, scaler = tiny(torch.float16), torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer, other = wrap(OURS, model), wrap(OURS, reference)
+    # With an eps as large as the gradients, their scale matters.
+    optimizer, other = (wrap(OURS, m, torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1.0)) for m in (model, reference))
     scaler.scale(torch.zeros(()))  # allocates the scale, as the loss does
     for gradient in (8.0, 2.0, float("inf"), -4.0, 8.0, 8.0):
         for param in model.parameters():
@@ -467,16 +479,17 @@ def test_row_16_weights_edited_after_wrapping(layer):
 
 
 def test_row_17_random_order():
-    """One of 120 orders: from the global generator in badam, which moves on; in ours the same whatever that is."""
+    """One of 120 orders: in badam from torch's global generator, which moves on; in ours the same whatever that is."""
     for kind in (BADAM, OURS):
         orders = set()
         for seed in range(4):
             torch.manual_seed(seed)
+            random.seed(seed)
             model = tiny(layers=5)
-            before = torch.get_rng_state()
+            before = torch.get_rng_state(), random.getstate()
             optimizer = wrap(kind, model, switch_mode="random", switch_block_every=1)
             orders.add(trace(model, optimizer, 5))
-            assert torch.equal(torch.get_rng_state(), before) == (kind is OURS)
+            assert (torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]) == (kind is OURS)
         assert len(orders) == (4 if kind is BADAM else 1)
 
 
@@ -564,3 +577,25 @@ def test_row_20_badams_habits_on_demand():
     with pytest.warns(UserWarning, match=both) as said:
         wrap(OURS, tiny())
     assert len(said) == 1
+
+
+# --- what no row names ------------------------------------------------------------------------------------------------
+
+
+def test_beyond_the_rows_the_current_block():
+    """badam's current_block_idx is the block that comes next; the prefixes are those of what trains in both."""
+    for kind, current in ((BADAM, 1), (OURS, 0)):
+        model = tiny()
+        optimizer = wrap(kind, model)
+        assert optimizer.current_block_idx == current and optimizer.active_param_prefixs == ["layers.0."]
+
+
+def test_beyond_the_rows_small_parameters_in_the_ratio_mode():
+    """preserve_threshold: parameters with fewer elements train whole. In badam it changes nothing."""
+    for kind, expected in ((badam.BlockOptimizerRatio, 18), (BlockOptimizerRatio, 72)):
+        model = tiny()
+        optimizer = ratio(kind, model, lr=0.25, update_ratio=0.25, preserve_threshold=100)
+        before = model.layers[0].up.weight.detach().clone()
+        loss_of(model, 0).backward()
+        optimizer.step()
+        assert (model.layers[0].up.weight != before).sum() == expected
