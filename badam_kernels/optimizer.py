@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from . import backends, checkpoint, formats, groups as named_groups, ownership, rules
 from .blocks import Block, Span
-from .buffers import Buffers, StaticGradients
+from .buffers import Buffers
 from .loss_scale import LossScale
-from .model_watch import ModelWatch
 from .progress import Progress
 from .schedule import Schedule
 from .store import Memory, Store
+from .trainable import Trainable
 from .visit import Row, Visit
 
 __all__ = ["BlockAdam"]
@@ -107,7 +107,6 @@ class BlockAdam(torch.optim.Optimizer):
         self._store = Store({span: self._run_slots(span) for span in spans}, devices, prefetch_depth)
         self._row_steps: dict[Span, int] = {}
         self._buffers = Buffers(self.blocks, self._visit_slots)
-        self._static_grads = StaticGradients(self.blocks, named) if static_grads else None
         self._visit: Visit | None = None
         self._captured: tuple[Visit, int, Any] | None = None
         self._switch_hooks: OrderedDict[int, Callable] = OrderedDict()
@@ -116,9 +115,8 @@ class BlockAdam(torch.optim.Optimizer):
         self._progress = Progress()
         self._active = self._schedule(0)
 
-        self._restore = ownership.take(self, [p for p in named.values() if p.requires_grad])
-        self._model_watch = ModelWatch([named[name] for name in self._codecs])
-        self._collect_grads(*self._partition)
+        self._trainable = Trainable(self, named, static_grads)
+        self._trainable.switch(self.active_block, *self._partition)
         for line in self._partition.skipped_lines():
             _log.warning(line)
 
@@ -242,9 +240,8 @@ class BlockAdam(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients; with `static_grads`, zero those of the active block where they are."""
-        super().zero_grad(set_to_none or self._static_grads is not None)
-        if self._static_grads is not None:
-            self._static_grads.zero()
+        super().zero_grad(set_to_none or self._trainable.has_static_grads)
+        self._trainable.zero_static_grads()
 
     def add_param_group(self, param_group: dict) -> None:
         """Only for the constructor: blocks are fixed once the optimizer exists."""
@@ -254,11 +251,9 @@ class BlockAdam(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Restore every `requires_grad` and give up all state. The optimizer cannot step afterwards."""
-        self._restore()
-        self._model_watch.undo()
+        self._trainable.restore()
         self._visit = None
         self._buffers.clear()
-        self._static_grads = None
         self._store.close()
         self.step = self.state_dict = self.load_state_dict = self.export_fp32 = self._closed  # type: ignore[method-assign]
 
@@ -332,7 +327,7 @@ class BlockAdam(torch.optim.Optimizer):
         for upcoming in self._schedule.upcoming(self._progress.at_most, 1 + self._store.prefetch_depth):
             spans = self._partition[upcoming].spans
             self._store.prefetch(spans, self._params[spans[0].name].device)
-        self._collect_grads(old)
+        self._trainable.switch(self.active_block, old)
         for hook in list(self._switch_hooks.values()):
             hook(self, old, new)
 
@@ -340,7 +335,7 @@ class BlockAdam(torch.optim.Optimizer):
         """Continue at `global_step`, with `moments` where they live for the visit; the store is already set."""
         old, self._schedule, self._progress = self.active_block, schedule, Progress(global_step)
         self._active = schedule(global_step)
-        self._collect_grads(old)
+        self._trainable.switch(self.active_block, old)
         if moments:
             self._open_visit()
             for row in self._visit.rows:
@@ -348,18 +343,6 @@ class BlockAdam(torch.optim.Optimizer):
                     held.copy_(moments[row.span][slot].reshape(-1))
         if self._moments == "visit":
             self._row_steps.clear()
-
-    def _collect_grads(self, *old: Block) -> None:
-        """Let a backward pass compute the gradients of the active block, and no longer those of `old`."""
-        names = {span.name for span in self.active_block.spans}
-        for name in {span.name for block in old for span in block.spans} - names:
-            self._params[name].requires_grad_(False)
-            self._params[name].grad = None
-        for name in names:
-            self._params[name].requires_grad_(True)
-        self._model_watch.arm(self._params[name] for name in names)
-        if self._static_grads is not None:
-            self._static_grads.attach(self.active_block)
 
     def _tell_missing(self, names: list[str]) -> None:
         new = [name for name in names if name not in self._told]
