@@ -69,6 +69,7 @@ def test_the_optimizer_does_not_wait_before_a_switch_is_due():
     assert (optimizer.global_step, optimizer.active_block_index) == (9, 0)
     optimizer.step()
     assert (optimizer.global_step, optimizer.active_block_index) == (10, 1)
+    optimizer.close()  # its memory must not be given back by a garbage collection within the capture of another test
 
 
 def test_a_captured_step_replays_like_eager_steps_with_a_moving_lr(backend):
@@ -162,6 +163,7 @@ def test_a_static_gradient_keeps_its_address_through_a_backward_pass():
             model["layers"][0](torch.ones(4, 64, device=CUDA)).sum().backward()
             assert [p.grad.data_ptr() for p in trained] == addresses
             optimizer.zero_grad()
+    optimizer.close()
 
 
 def test_a_new_lr_during_capture_is_refused(backend):
