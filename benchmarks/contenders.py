@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import importlib.util
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -150,6 +152,19 @@ def flashoptim(block: Block) -> Contender:
     return _without_master("flashoptim FlashAdamW", 2 * 3 + 2 + 2 * 2, FlashAdamW, block, master_weight_bits=24)
 
 
+@functools.cache
+def _available(name: str) -> bool:
+    """Whether the rival `name` is installed; one that cannot be imported is left out, and said to be."""
+    if importlib.util.find_spec(name) is None:
+        return False
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(f"{name} left out: {error!r}")
+        return False
+    return True
+
+
 def all_contenders(block: Block, device: torch.device) -> Iterator[Contender]:
     """One after the other, so that the caller need not hold them all in memory."""
     grads = {name: g.float() for name, g in block.grads.items()}
@@ -157,14 +172,14 @@ def all_contenders(block: Block, device: torch.device) -> Iterator[Contender]:
     yield ours(block, formats.SPLIT, device)
     yield torch_adamw(block, grads, fused=True)
     yield torch_adamw(block, grads, foreach=True)
-    if importlib.util.find_spec("badam"):
+    if _available("badam"):
         yield badam(block, "fused", fused=True)
         yield badam(block, "foreach", foreach=True)
         yield badam(block, "for-loop", foreach=False)
-    if importlib.util.find_spec("deepspeed") and device.type == "cpu":
+    if device.type == "cpu" and _available("deepspeed"):
         yield deepspeed(block)
     for name, make in (("bitsandbytes", bitsandbytes_8bit), ("flashoptim", flashoptim)):
-        if importlib.util.find_spec(name) and device.type == "cuda":
+        if device.type == "cuda" and _available(name):
             try:
                 contender = make(block)
                 contender.step()
