@@ -20,7 +20,7 @@ def test_without_a_device_it_ends_at_once_and_says_why(tmp_path):
 def test_it_names_every_file_with_tests_of_a_gpu():
     """Its own search of the sources finds what pytest does."""
     script = (ROOT / ".ci/gpu").read_text()
-    named = set(re.findall(r"python_tests/test_\w+\.py", script))
+    named = set(re.findall(r"python_tests/test_\w+_gpu\.py", script))
     search = re.search(r"\$\((grep -l.*?)\)", script)[1]
     named |= set(subprocess.run(["bash", "-c", search], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
     marked = re.compile(r"^pytestmark = pytest\.mark\.gpu|^@pytest\.mark\.gpu|^def test_.*\bdevice\b", re.M)
