@@ -25,7 +25,7 @@ size_t page() {
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// All cores write, so that the pages come at the speed of all.
+// Zeros, written by all cores, so that the pages come at the speed of all.
 void fault_in(std::byte* data, size_t bytes) {
     const int64_t shares = static_cast<int64_t>((bytes + huge_page - 1) / huge_page);
     parallel_for(static_cast<int>(std::max(1u, std::thread::hardware_concurrency())), shares, [=](int64_t share) {
@@ -52,7 +52,7 @@ Slab::Slab(size_t bytes, Pinning pinning, std::shared_ptr<const Context> context
         void* data = nullptr;
         context_->driver->cuMemHostAlloc(&data, reserved(), host_memory_portable);
         data_ = static_cast<std::byte*>(data);
-        std::memset(data_, 0, bytes);
+        fault_in(data_, bytes);
         return;
     }
     map();

@@ -49,14 +49,19 @@ std::string Context::pci_bus_id() const {
 
 Context::Scope::Scope(const Context& context) : driver_(*context.driver), pushed_(true) {
     driver_.cuCtxPushCurrent(context.handle_);
+    exchange_capture_mode();
 }
 
 Context::Scope::Scope(const Context& context, std::nothrow_t)
-    : driver_(*context.driver), pushed_(!driver_.cuCtxPushCurrent.code(context.handle_)) {}
+    : driver_(*context.driver), pushed_(!driver_.cuCtxPushCurrent.code(context.handle_)) {
+    if (pushed_) exchange_capture_mode();
+}
 
 Context::Scope::~Scope() {
+    if (!pushed_) return;
+    exchange_capture_mode();
     void* popped;
-    if (pushed_) driver_.cuCtxPopCurrent.code(&popped);
+    driver_.cuCtxPopCurrent.code(&popped);
 }
 
 }  // namespace badam

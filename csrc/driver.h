@@ -20,6 +20,7 @@ public:
 
 using DevicePtr = unsigned long long;
 using HostFunction = void (*)(void*);
+enum class CaptureMode : unsigned { global, thread_local_, relaxed };
 
 // name, symbol, parameters: cuda.h's, with opaque handles as void*. driver_check.cpp compares them with a toolkit's header.
 #define BADAM_DRIVER_CALLS(CALL)                                                       \
@@ -30,6 +31,7 @@ using HostFunction = void (*)(void*);
     CALL(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", int)               \
     CALL(cuCtxPushCurrent, "cuCtxPushCurrent_v2", void*)                               \
     CALL(cuCtxPopCurrent, "cuCtxPopCurrent_v2", void**)                                \
+    CALL(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", CaptureMode*) \
     CALL(cuStreamCreate, "cuStreamCreate", void**, unsigned)                           \
     CALL(cuStreamDestroy, "cuStreamDestroy_v2", void*)                                 \
     CALL(cuStreamWaitEvent, "cuStreamWaitEvent", void*, void*, unsigned)               \
@@ -100,7 +102,8 @@ public:
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
 
-    // The context is current on this thread while in scope.
+    // The context is current on this thread while in scope. A CUDA graph that is being captured meanwhile, by torch on this or
+    // another thread, is not disturbed: Python may drop a store at any moment, and what is done here is no part of that graph.
     class Scope {
     public:
         explicit Scope(const Context& context);
@@ -111,8 +114,11 @@ public:
         Scope& operator=(const Scope&) = delete;
 
     private:
+        void exchange_capture_mode() { driver_.cuThreadExchangeStreamCaptureMode.code(&mode_); }
+
         const Driver& driver_;
         const bool pushed_;
+        CaptureMode mode_ = CaptureMode::relaxed;
     };
 
     // Such as 0000:3B:00.0; empty if the driver does not say.

@@ -41,6 +41,7 @@ static_assert(stream_non_blocking == CU_STREAM_NON_BLOCKING);
 static_assert(event_disable_timing == CU_EVENT_DISABLE_TIMING);
 static_assert(host_memory_portable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(host_memory_portable == CU_MEMHOSTREGISTER_PORTABLE);
+static_assert(static_cast<unsigned>(CaptureMode::relaxed) == CU_STREAM_CAPTURE_MODE_RELAXED);
 
 }  // namespace
 }  // namespace badam

@@ -71,7 +71,7 @@ def write_mutant(path: Path) -> None:
 class StandIn:
     """The library, loaded into this process."""
 
-    COUNTS = ("calls", "pageable_copies", "without_context", "contexts", "streams", "events", "pinned")
+    COUNTS = ("calls", "pageable_copies", "without_context", "broken_captures", "contexts", "streams", "events", "pinned")
 
     def __init__(self, path: Path):
         self.path = str(path)
@@ -94,6 +94,10 @@ class StandIn:
     def lose(self, skipped: int = 0) -> None:
         """Lose the device in the middle of the copy after `skipped` others."""
         self._library.standin_lose(ctypes.c_long(skipped))
+
+    def capture(self, capturing: bool) -> None:
+        """Let a CUDA graph be captured from now on, or no longer."""
+        self._library.standin_capturing(int(capturing))
 
     def counts(self) -> dict[str, int]:
         counts = (ctypes.c_long * len(self.COUNTS))()

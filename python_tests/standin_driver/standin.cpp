@@ -35,6 +35,7 @@ enum Code {
     lost = 214,
     invalid_handle = 400,
     not_ready = 600,
+    capture_unsupported = 900,
 };
 
 struct Mark {
@@ -64,8 +65,8 @@ struct World {
     std::string failing_call;  // empty: any
     long calls_until_failure = -1, copies_until_loss = -1;
     int failure = out_of_memory;
-    bool initialized = false, is_lost = false;
-    long calls = 0, pageable_copies = 0, contexts = 0, depth_errors = 0;
+    bool initialized = false, is_lost = false, capturing = false;
+    long calls = 0, pageable_copies = 0, contexts = 0, depth_errors = 0, broken_captures = 0;
     std::map<uintptr_t, size_t> allocated, registered;
     size_t pinned_limit = SIZE_MAX;
     std::set<void*> events, streams;
@@ -103,6 +104,16 @@ World& world() {
 }
 
 thread_local int context_depth = 0;
+thread_local unsigned capture_mode = 0;  // 2: this thread's calls do not disturb a graph that is being captured
+
+// What a call that waits, or that makes or frees memory, returns before it does anything: a capture does not survive it.
+int disturb() {
+    World& w = world();
+    const std::lock_guard lock(w.mutex);
+    if (!w.capturing || capture_mode == 2) return success;
+    ++w.broken_captures;
+    return capture_unsupported;
+}
 
 // What a call returns before it does anything.
 int enter(const char* name, bool needs_context = true) {
@@ -261,6 +272,11 @@ int cuCtxPopCurrent_v2(void** context) {
     return success;
 }
 
+int cuThreadExchangeStreamCaptureMode(unsigned* mode) {
+    std::swap(*mode, capture_mode);
+    return success;
+}
+
 int cuStreamCreate(void** stream, unsigned) {
     if (const int code = enter("cuStreamCreate")) return code;
     *stream = new Stream;
@@ -278,6 +294,7 @@ int cuStreamDestroy_v2(void* stream) {
 }
 int cuStreamSynchronize(void* stream) {
     if (const int code = enter("cuStreamSynchronize")) return code;
+    if (const int code = disturb()) return code;
     if (!known(stream)) return invalid_handle;
     const std::shared_ptr<Mark> mark = std::make_shared<Mark>();
     of(stream)->push([mark] { mark->pass(); });
@@ -312,6 +329,7 @@ int cuEventRecord(void* event, void* stream) {
 }
 int cuEventQuery(void* event) {
     if (const int code = enter("cuEventQuery")) return code;
+    if (const int code = disturb()) return code;
     const std::lock_guard lock(world().mutex);
     if (!world().events.count(event)) return invalid_handle;
     const auto mark = static_cast<Event*>(event)->mark;
@@ -321,6 +339,7 @@ int cuEventQuery(void* event) {
 }
 int cuEventSynchronize(void* event) {
     if (const int code = enter("cuEventSynchronize")) return code;
+    if (const int code = disturb()) return code;
     std::shared_ptr<Mark> mark;
     {
         const std::lock_guard lock(world().mutex);
@@ -354,6 +373,7 @@ int cuLaunchHostFunc(void* stream, void (*function)(void*), void* data) {
 
 int cuMemHostAlloc(void** data, size_t bytes, unsigned) {
     if (const int code = enter("cuMemHostAlloc")) return code;
+    if (const int code = disturb()) return code;
     World& w = world();
     const std::lock_guard lock(w.mutex);
     if (w.pinned_bytes() + bytes > w.pinned_limit) return out_of_memory;
@@ -363,6 +383,7 @@ int cuMemHostAlloc(void** data, size_t bytes, unsigned) {
     return success;
 }
 int cuMemFreeHost(void* data) {
+    if (const int code = disturb()) return code;
     World& w = world();
     const std::lock_guard lock(w.mutex);
     if (!w.allocated.erase(reinterpret_cast<uintptr_t>(data))) return invalid_value;
@@ -371,6 +392,7 @@ int cuMemFreeHost(void* data) {
 }
 int cuMemHostRegister_v2(void* data, size_t bytes, unsigned) {
     if (const int code = enter("cuMemHostRegister")) return code;
+    if (const int code = disturb()) return code;
     World& w = world();
     const std::lock_guard lock(w.mutex);
     if (!bytes) return invalid_value;
@@ -379,6 +401,7 @@ int cuMemHostRegister_v2(void* data, size_t bytes, unsigned) {
     return success;
 }
 int cuMemHostUnregister(void* data) {
+    if (const int code = disturb()) return code;
     const std::lock_guard lock(world().mutex);
     return world().registered.erase(reinterpret_cast<uintptr_t>(data)) ? success : invalid_value;
 }
@@ -407,7 +430,7 @@ void standin_reset(uint64_t seed, int longest_delay_us, size_t pinned_limit) {
     w.failing_call.clear();
     w.calls_until_failure = w.copies_until_loss = -1;
     w.is_lost = false;
-    w.calls = w.pageable_copies = w.depth_errors = 0;
+    w.calls = w.pageable_copies = w.depth_errors = w.broken_captures = 0;
     w.pinned_limit = pinned_limit ? pinned_limit : SIZE_MAX;
 }
 // The call to `name` (empty: any) after `skipped` others returns `code` and does nothing.
@@ -429,13 +452,19 @@ void standin_lose(long skipped) {
     const std::lock_guard lock(w.mutex);
     w.copies_until_loss = skipped;
 }
-// calls, pageable copies, calls without a context; then what is alive: contexts, streams, events, pinned blocks.
+// A CUDA graph is being captured somewhere, in the mode that torch has by default.
+void standin_capturing(int capturing) {
+    const std::lock_guard lock(world().mutex);
+    world().capturing = capturing;
+}
+// calls, pageable copies, calls without a context, calls that broke a capture; then what is alive: contexts, streams, events, pinned blocks.
 void standin_counts(long* counts) {
     World& w = world();
     const std::lock_guard lock(w.mutex);
     const long all[] = {w.calls,
                         w.pageable_copies,
                         w.depth_errors,
+                        w.broken_captures,
                         w.contexts,
                         static_cast<long>(w.streams.size()),
                         static_cast<long>(w.events.size()),
