@@ -144,6 +144,8 @@ BASES = {
 @pytest.mark.parametrize("base", BASES)
 def test_one_block_follows_the_base_optimizer(base):
     kind, settings = BASES[base]
+    if not settings.keys() <= inspect.signature(kind).parameters.keys():
+        pytest.skip(f"this torch's {kind.__name__} has no {', '.join(settings)}")
     ours, theirs = tiny(), tiny()
     everything = [[name for name, _ in ours.named_children()]]
     optimizer = wrap(ours, kind, settings, block_prefix_list=everything)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 from badam_kernels.integrations import run
 
@@ -34,7 +35,7 @@ def started(*command, env=None):
 
 
 def test_a_console_script_and_its_children_import_the_drop_in_although_badam_is_installed(tmp_path):
-    assert version("badam"), "the test environment has badam"
+    pytest.importorskip("badam", reason="needs badam beside the drop-in")
     script = tmp_path / "trainer"
     child = f"subprocess.run([sys.executable, '-c', {SEEN!r}])"
     script.write_text(f"#!{sys.executable}\nimport subprocess, sys\nsys.exit({child}.returncode)")
