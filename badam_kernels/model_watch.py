@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from .data_parallel import refuse_late_wrapper
 from .gradient_checkpointing import stop_at_active_block
@@ -28,8 +29,11 @@ class ModelWatch:
         self._changes: list[Callable[[], None]] = []
         self._undo = weakref.finalize(self, _take_back, self._changes)
         self._undo.atexit = False
-        self._disarm: Callable[[], Any] = lambda: None
         self._active: frozenset[int] = frozenset()
+        # The same hook under the same key at every visit, since torch.compile guards on both.
+        self._hook = functools.partial(_before_forward, weakref.ref(self))
+        self._handle = RemovableHandle(_global_forward_pre_hooks)
+        weakref.finalize(self, self._handle.remove)
 
     def arm(self, active: Iterable[Tensor]) -> None:
         """Let the next forward pass that records a graph, of a module with all of `active`, stop its backward pass there.
@@ -38,18 +42,16 @@ class ModelWatch:
         model, is looked at; afterwards none. Raises RuntimeError, in that forward pass, for a model that cannot be trained so.
         """
         self._active = frozenset(map(id, active))
-        self._disarm()
-        handle = register_module_forward_pre_hook(functools.partial(_before_forward, weakref.ref(self)))
-        self._disarm = weakref.finalize(self, handle.remove)
+        _global_forward_pre_hooks[self._handle.id] = self._hook
 
     def undo(self) -> None:
         """Give the model back as it was."""
-        self._disarm()
+        self._handle.remove()
         self._undo()
 
     def _adapt(self, model: nn.Module) -> None:
         refuse_late_wrapper(model, self._params)
-        self._disarm()
+        self._handle.remove()
         self._changes.extend(stop_at_active_block(model))
 
 

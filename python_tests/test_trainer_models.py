@@ -121,28 +121,35 @@ def test_a_frozen_vision_tower_stays_frozen():
     assert {name.split("layers.")[1][0] for name in changed(before, model)} == {"0", "1", "2"}
 
 
-def test_a_compiled_model_has_at_most_one_graph_per_block():
-    """Over three sweeps; which parameters require grad is part of a graph, their values are not."""
+@pytest.mark.parametrize("how", ["torch.compile", "in place", "evaluated at every switch"])
+def test_a_compiled_model_has_at_most_one_graph_per_block(how):
+    """Over three sweeps; which parameters require grad is part of a graph, their values are not. Evaluation has graphs too."""
     from models import loss_of, tiny
 
     graphs = []
 
     def count(module, inputs):
-        graphs.append(module)
+        graphs.append(torch.is_grad_enabled())
         return module.forward
 
     torch._dynamo.reset()
     model = tiny()
-    optimizer = BlockAdam(model.named_parameters(), lr=1e-2, switch_every=2, schedule="random")
-    compiled = torch.compile(model, backend=count)
+    optimizer = BlockAdam(model.named_parameters(), lr=1e-2, switch_every=2, schedule="ascending")
+    compiled = torch.compile(model, backend=count) if how != "in place" else model
+    if how == "in place":
+        model.compile(backend=count)
     for step in range(3 * 2 * 3):
         loss_of(compiled, step).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if step % 2 and how == "evaluated at every switch":
+            with torch.no_grad():
+                loss_of(compiled, step)
     torch._dynamo.reset()
-    assert 1 <= len(graphs) <= len(optimizer.blocks)
+    assert 1 <= graphs.count(True) <= len(optimizer.blocks)
+    assert graphs.count(False) <= len(optimizer.blocks)
     eager = tiny()
-    reference = BlockAdam(eager.named_parameters(), lr=1e-2, switch_every=2, schedule="random")
+    reference = BlockAdam(eager.named_parameters(), lr=1e-2, switch_every=2, schedule="ascending")
     train(eager, reference, range(18))
     assert_same_bits(weights(model), weights(eager))
 
