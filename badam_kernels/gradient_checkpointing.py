@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,17 +25,18 @@ def stop_at_active_block(model: nn.Module) -> list[Callable[[], None]]:
     """Change `model`, once; what undoes it, in order, the last first."""
     changes: list[Callable[[], None]] = []
     for module in model.modules():
+        # Weakly, or what undoes the changes would keep a model alive that refers to its optimizer.
+        ref = weakref.ref(module)
         # By name: transformers forgets the first of two such hooks, and peft keeps no handle.
         hooks = {key: hook for key, hook in module._forward_hooks.items() if _requires_grad(hook)}
         if hooks:
-            for key in hooks:
-                del module._forward_hooks[key]
-            changes.append(functools.partial(module._forward_hooks.update, hooks))
+            module._forward_hooks.update(dict.fromkeys(hooks, _nothing))
+            changes.append(functools.partial(_restore_hooks, ref, hooks))
             _log.info("the embeddings' output no longer requires grad: the backward pass stops at the active block")
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None and not isinstance(checkpoint, _Stopping):
             module._gradient_checkpointing_func = _Stopping(checkpoint)
-            changes.append(functools.partial(_restore, module))
+            changes.append(functools.partial(_restore_function, ref))
     return changes
 
 
@@ -42,8 +44,19 @@ def _requires_grad(hook: Callable) -> bool:
     return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
-def _restore(module: nn.Module) -> None:
-    if isinstance(module._gradient_checkpointing_func, _Stopping):
+def _nothing(module: nn.Module, args: Any, output: Any) -> None:
+    """Holds the place of a hook, which its handle can still remove for good."""
+
+
+def _restore_hooks(ref: weakref.ref[nn.Module], hooks: dict[int, Callable]) -> None:
+    module = ref()
+    if module is not None:
+        module._forward_hooks.update({key: hook for key, hook in hooks.items() if key in module._forward_hooks})
+
+
+def _restore_function(ref: weakref.ref[nn.Module]) -> None:
+    module = ref()
+    if module is not None and isinstance(module._gradient_checkpointing_func, _Stopping):
         module._gradient_checkpointing_func = module._gradient_checkpointing_func.checkpoint
 
 
@@ -55,6 +68,8 @@ class _Stopping:
         self._reentrant = getattr(checkpoint, "keywords", {}).get("use_reentrant") is not False
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # traced as a whole, where what a layer's input requires does not matter
+            return self.checkpoint(function, *args, **kwargs)
         inner = function.func if isinstance(function, functools.partial) else function
         inputs = [*args, *getattr(function, "keywords", {}).values(), *kwargs.values()]
         if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -67,6 +68,26 @@ def test_bits_are_those_without_checkpointing(reentrant):
     assert plain_loop(model, block_adam(model), steps=7) == expected
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_compiled_model_with_checkpointing_has_one_graph_per_block(reentrant):
+    graphs = []
+
+    def count(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    model = checkpointed(llama(), reentrant)
+    compiled, optimizer = torch.compile(model, backend=count), block_adam(model)
+    for _ in range(6):
+        compiled(**BATCH).loss.backward()
+        assert all(param.grad is not None for param in optimizer._params.values() if param.requires_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    assert len(graphs) == len(optimizer.blocks)
+
+
 def test_evaluation_and_other_models_first_change_nothing():
     model, other = checkpointed(llama(), True), checkpointed(llama(), True)
     optimizer = block_adam(model)
@@ -102,6 +123,30 @@ def test_the_model_is_given_back_as_it_was(how):
     assert [vars(m).get("_gradient_checkpointing_func") for m in model.modules()] == functions
     model.requires_grad_(False)
     assert requires_grad(model)
+
+
+def test_a_hook_that_the_user_removes_meanwhile_stays_removed():
+    model = checkpointed(llama(), True)
+    handles = [*getattr(model, "_require_grads_hooks", [model._require_grads_hook])]
+    optimizer = block_adam(model)
+    model.get_input_embeddings().register_forward_hook(lambda *args: None)
+    layers_of_each_step(model, optimizer, 2)
+    for handle in handles:
+        handle.remove()
+    left = dict(model.get_input_embeddings()._forward_hooks)
+    optimizer.close()
+    assert not left.keys() & {handle.id for handle in handles}
+    assert model.get_input_embeddings()._forward_hooks.keys() == left.keys()
+
+
+def test_a_model_that_refers_to_its_optimizer_goes_with_it():
+    model = checkpointed(llama(), True)
+    model.model.optimizer = block_adam(model)
+    layers_of_each_step(model, model.model.optimizer, 2)
+    weight = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def test_no_hook_is_left_once_the_model_was_found_nor_when_the_optimizer_is_gone():
