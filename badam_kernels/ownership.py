@@ -47,4 +47,4 @@ def take(optimizer: BlockAdam, params: list[Tensor]) -> weakref.finalize:
 def _give_back(params: list[Tensor]) -> None:
     for param in params:
         _owners.pop(param, None)
-        param.requires_grad_(True)
+        param.requires_grad = True  # by assignment: the method fails if memory is collected within a vmap, as of a mask

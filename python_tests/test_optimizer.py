@@ -540,6 +540,21 @@ def test_a_second_run_on_the_same_model_trains_every_block_again():
     assert run() == run() == ["layers.0", "layers.1", "layers.2"]
 
 
+def test_an_optimizer_that_is_collected_within_a_transform_gives_its_parameters_back():
+    """transformers makes attention masks with a vmap, and any allocation may collect garbage."""
+    model = tiny()
+
+    def collecting(x):
+        gc.collect()
+        return x
+
+    optimizer = BlockAdam(model.named_parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # they refer to each other
+    del optimizer
+    torch.vmap(collecting)(torch.ones(2))
+    assert all(param.requires_grad for param in model.parameters())
+
+
 def test_a_failed_constructor_leaves_the_model_free():
     model = tiny(FP16)
     with pytest.raises(ValueError, match="format='auto'") as kept:
