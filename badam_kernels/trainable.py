@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -30,7 +30,7 @@ class Trainable:
         self._static_grads = StaticGradients(optimizer.blocks, params) if static_grads else None
         self._restore = ownership.take(optimizer, [p for p in params.values() if p.requires_grad])
         names = dict.fromkeys(span.name for block in optimizer.blocks for span in block.spans)
-        self._model_watch = ModelWatch([params[name] for name in names])
+        self._model_watch = ModelWatch(self._in_model(names))
 
     @property
     def has_static_grads(self) -> bool:
@@ -44,9 +44,14 @@ class Trainable:
             self._params[name].grad = None
         for name in names:
             self._params[name].requires_grad_(True)
-        self._model_watch.arm(self._params[name] for name in names)
+        self._model_watch.arm(self._in_model(names))
         if self._static_grads is not None:
             self._static_grads.attach(new)
+
+    def _in_model(self, names: Iterable[str]) -> list[Tensor]:
+        """The model's parameters of these names, each once; of a stand-in, the one that it stands for."""
+        params = [getattr(self._params[name], "stands_for", self._params[name]) for name in names]
+        return list({id(param): param for param in params}.values())
 
     def zero_static_grads(self) -> None:
         if self._static_grads is not None:

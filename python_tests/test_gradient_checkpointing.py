@@ -17,6 +17,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks  # noqa: E402
 from trainers import Reached, Sequences, llama, plain_loop  # noqa: E402
 
 from badam_kernels import BlockAdam  # noqa: E402
+from badam_kernels.integrations.badam import BlockOptimizerRatio  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 BATCH = next(iter(torch.utils.data.DataLoader(Sequences(), batch_size=2)))
@@ -66,6 +67,22 @@ def test_bits_are_those_without_checkpointing(reentrant):
     expected = plain_loop(model, block_adam(model), steps=7)
     model = checkpointed(llama(), reentrant)
     assert plain_loop(model, block_adam(model), steps=7) == expected
+
+
+@pytest.mark.parametrize("mode", ["adjacent", "scatter"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_ratio_mode_bits_are_those_without_checkpointing(reentrant, mode):
+    def train(model):
+        settings = dict(update_ratio=0.3, mask_mode=mode, switch_every=2, lr=1e-2, verbose=0)
+        optimizer = BlockOptimizerRatio(list(model.parameters()), list(model.named_parameters()), **settings)
+        before = len(_global_forward_pre_hooks)
+        losses = plain_loop(model, optimizer, steps=1)
+        assert len(_global_forward_pre_hooks) == before - 1 and not requires_grad(model)
+        return losses + plain_loop(model, optimizer, steps=6)
+
+    expected = train(llama())
+    model = checkpointed(llama(), reentrant)
+    assert train(model) == expected
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -38,6 +38,7 @@ class Scatter:
                 key = self.key(name, i, count)
                 self._windows[key] = (name, param, start, stop)
                 self._tensors[key] = _placeholder(param, stop - start)
+                self._tensors[key].stands_for = param  # as a model is found around its own parameters
                 pairs.append((key, self._tensors[key]))
             self.stand_ins[name] = pairs
 
