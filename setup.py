@@ -54,6 +54,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
+    license="Apache-2.0",  # no way to say it in pyproject.toml suits both old and new setuptools
     ext_modules=[Extension("badam_kernels._C", sources=[], optional=True)],
     cmdclass={"build_ext": CMakeBuild},
 )
