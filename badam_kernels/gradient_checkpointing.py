@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 def stop_at_active_block(model: nn.Module) -> list[Callable[[], None]]:
     """Change `model`, once; what undoes it, in order, the last first."""
+    if any(_checkpoints_itself(module) for module in model.modules()):
+        return []  # reentrant, it would record nothing without the hooks
     changes: list[Callable[[], None]] = []
     for module in model.modules():
         # Weakly, or what undoes the changes would keep a model alive that refers to its optimizer.
@@ -38,6 +40,12 @@ def stop_at_active_block(model: nn.Module) -> list[Callable[[], None]]:
             module._gradient_checkpointing_func = _Stopping(checkpoint)
             changes.append(functools.partial(_restore_function, ref))
     return changes
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    """As models of before transformers 4.35 do, which have the flag alone."""
+    own = vars(module)
+    return bool(own.get("gradient_checkpointing")) and "_gradient_checkpointing_func" not in own
 
 
 def _requires_grad(hook: Callable) -> bool:

@@ -13,11 +13,15 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers for its models")
 
+from torch import nn  # noqa: E402
 from torch.nn.modules.module import _global_forward_pre_hooks  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from trainers import Reached, Sequences, llama, plain_loop  # noqa: E402
 
 from badam_kernels import BlockAdam  # noqa: E402
 from badam_kernels.integrations.badam import BlockOptimizerRatio  # noqa: E402
+
+from models import assert_same_bits, weights  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 BATCH = next(iter(torch.utils.data.DataLoader(Sequences(), batch_size=2)))
@@ -93,6 +97,7 @@ def test_a_compiled_model_with_checkpointing_has_one_graph_per_block(reentrant):
         graphs.append(module)
         return module.forward
 
+    gc.collect()  # hooks of optimizers that are gone would go in the middle, which is a new graph
     torch._dynamo.reset()
     model = checkpointed(llama(), reentrant)
     compiled, optimizer = torch.compile(model, backend=count), block_adam(model)
@@ -115,6 +120,41 @@ def test_evaluation_and_other_models_first_change_nothing():
     assert requires_grad(other) and requires_grad(model)
     assert layers_of_each_step(model, optimizer, 3) == TOP_DOWN
     assert requires_grad(other) and not requires_grad(model)
+
+
+class OwnCheckpoints(nn.Module):
+    """Calls torch's checkpoint itself, reentrant, as models on the hub of before transformers 4.35 do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens, self.lm_head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.gradient_checkpointing = False
+
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.gradient_checkpointing else layer(x)
+        return self.lm_head(x)
+
+
+def test_a_model_that_checkpoints_by_itself_trains_the_same():
+    def train(model):
+        optimizer = block_adam(model)
+        for _ in range(6):
+            model(torch.arange(8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    def make_inputs_require_grads(module, args, output):
+        output.requires_grad_(True)
+
+    model = OwnCheckpoints()
+    model.gradient_checkpointing = True
+    model.embed_tokens.register_forward_hook(make_inputs_require_grads)
+    assert_same_bits(train(model), train(OwnCheckpoints()))
 
 
 def test_checkpointing_enabled_anew_is_seen_at_the_next_visit():
