@@ -8,11 +8,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 HERE = pathlib.Path(__file__).parent
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs a torch with Tensor.grad_dtype")
 def test_the_interpreted_kernels_pass_the_conformance_matrix():
     options = ["-p", "interpreter_plugin", "-p", "no:cacheprovider", "-q", "-x"]
     command = [sys.executable, "-m", "pytest", *options, "test_conformance.py", "test_grad_scaler.py"]
