@@ -79,8 +79,9 @@ class _Stopping:
         if torch.compiler.is_compiling():  # traced as a whole, where what a layer's input requires does not matter
             return self.checkpoint(function, *args, **kwargs)
         inner = function.func if isinstance(function, functools.partial) else function
-        inputs = [*args, *getattr(function, "keywords", {}).values(), *kwargs.values()]
-        if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        # Reentrant, only what is passed by position can be differentiated.
+        named = () if self._reentrant else (*getattr(function, "keywords", {}).values(), *kwargs.values())
+        if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *named)):
             module = getattr(inner, "__self__", None)
             if isinstance(module, nn.Module) and not any(param.requires_grad for param in module.parameters()):
                 return function(*args, **kwargs)

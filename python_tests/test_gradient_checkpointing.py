@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -18,7 +19,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from trainers import Reached, Sequences, llama, plain_loop  # noqa: E402
 
-from badam_kernels import BlockAdam  # noqa: E402
+from badam_kernels import BlockAdam, blocks  # noqa: E402
 from badam_kernels.integrations.badam import BlockOptimizerRatio  # noqa: E402
 
 from models import assert_same_bits, weights  # noqa: E402
@@ -155,6 +156,46 @@ def test_a_model_that_checkpoints_by_itself_trains_the_same():
     model.gradient_checkpointing = True
     model.embed_tokens.register_forward_hook(make_inputs_require_grads)
     assert_same_bits(train(model), train(OwnCheckpoints()))
+
+
+class Layer(nn.Linear):
+    """A layer as transformers checkpoints it."""
+
+    def __call__(self, *args, **kwargs):
+        return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+
+    def forward(self, x, bias=0.0):
+        return torch.tanh(super().forward(x)) + bias
+
+
+class Biased(nn.Module):
+    """A module below the layers trains in every block; it enters a layer by keyword."""
+
+    def __init__(self, checkpoint):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias, self.layers = nn.Linear(4, 4), nn.ModuleList(Layer(4, 4) for _ in range(3))
+        for layer in self.layers:
+            layer._gradient_checkpointing_func = checkpoint
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x), bias=self.bias(torch.ones(4)))
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_requires_grad_may_enter_a_layer_by_keyword(reentrant):
+    def train(model):
+        partition = blocks.partition(model.named_parameters(), always=["bias"])
+        optimizer = block_adam(model, blocks=partition)
+        for _ in range(6):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    expected = train(Biased(lambda function, *args: function(*args)))
+    assert_same_bits(train(Biased(functools.partial(checkpoint, use_reentrant=reentrant))), expected)
 
 
 def test_checkpointing_enabled_anew_is_seen_at_the_next_visit():
