@@ -38,13 +38,13 @@ $(VENV)/demo.stamp: $(VENV)/requirements-demo.stamp $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-$(VENV)/test.stamp: $(VENV)/requirements-test.stamp $(VENV)/newest-triton.stamp $(INSTALLED)
+$(VENV)/test.stamp: $(VENV)/requirements-test.stamp $(VENV)/newest-triton.beside $(VENV)/oldest-trainer.beside $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-# A second Triton, beside the installed one: a test compiles the kernels with it as well.
-$(VENV)/newest-triton.stamp: requirements-newest-triton.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/newest-triton --requirement $<
+# Other versions, each in a folder beside the installed one: tests run with them as well.
+$(VENV)/%.beside: requirements-%.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/$* --requirement $<
 	touch $@
 
 $(VENV)/requirements-%.stamp: requirements-%.txt | $(BIN)/python

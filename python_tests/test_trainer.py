@@ -9,30 +9,34 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs transformers for its Trainer")
 
+from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from trainers import BATCH, Reached, Sequences, llama, logged, plain_loop, trainer  # noqa: E402
 
 from badam_kernels import BlockAdam  # noqa: E402
-from badam_kernels.integrations.badam import BAdamCallback, BlockOptimizer  # noqa: E402
+from badam_kernels.integrations.badam import BAdamCallback, BlockOptimizer, clip_grad_norm_old_version  # noqa: E402
 from badam_kernels.integrations.transformers import BlockAdamCallback, last_complete_checkpoint  # noqa: E402
 
 from models import assert_same_bits, flat_state, weights  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)
 def no_precision_left_over(monkeypatch):
     """TrainingArguments(bf16=True) of some versions sets this for the whole process."""
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def block_adam(model, **settings):
@@ -42,20 +46,21 @@ def block_adam(model, **settings):
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16 weights", "bf16 autocast"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16 weights", "bf16 autocast", "fp16 autocast"])
 def test_losses_are_those_of_a_plain_loop(precision, checkpointing, accumulate, clip, tmp_path):
     """Two sweeps of three blocks. Recomputed activations and a sum over micro-batches may differ in the last bits."""
-    steps, autocast = 7, precision == "bf16 autocast"
+    steps, autocast = 7, {"bf16 autocast": BF16, "fp16 autocast": FP16}.get(precision)
     dtype = BF16 if precision == "bf16 weights" else torch.float32
     model = llama(dtype)
     expected = plain_loop(model, block_adam(model), steps=steps, accumulate=accumulate, clip=clip, autocast=autocast)
     model = llama(dtype)
     optimizer = block_adam(model)
-    settings = dict(steps=steps, accumulate=accumulate, clip=clip, checkpointing=checkpointing, bf16=autocast)
+    settings = dict(steps=steps, accumulate=accumulate, clip=clip, checkpointing=checkpointing, bf16=autocast is BF16)
+    settings["loss_scale"] = 2.0**10 if autocast is FP16 else None
     runner = trainer(tmp_path, model, optimizer, callbacks=[BlockAdamCallback(optimizer)], **settings)
     runner.train()
     losses = [entry["loss"] for entry in logged(runner)]
-    tolerance = 1e-5 if dtype is torch.float32 and not autocast else 2e-3
+    tolerance = 1e-5 if precision == "fp32" else 2e-3
     torch.testing.assert_close(losses, expected, rtol=tolerance, atol=1e-4)  # the Trainer's log rounds to four digits
     assert optimizer.global_step == steps
     assert [entry["block"] for entry in logged(runner)] == [0, 0, 1, 1, 2, 2, 0]
@@ -94,6 +99,36 @@ def test_without_a_callback_every_block_trains_the_same(checkpointing, tmp_path)
     runner = trainer(tmp_path, model, block_adam(model), steps=6, checkpointing=checkpointing)
     runner.train()
     torch.testing.assert_close([entry["loss"] for entry in logged(runner)], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP16], ids=["fp32 weights", "fp16 weights"])
+def test_fp16_overflows_change_nothing_and_do_not_advance_block_or_scheduler(dtype, tmp_path):
+    """The first losses are scaled by too much. torch unscales no fp16 gradient, so there clipping is replaced, as for badam."""
+    steps, model, skipped = 12, llama(dtype), []
+    base, settings = torch.optim.AdamW(model.parameters(), lr=1e-2), dict(switch_block_every=2, switch_mode="ascending", verbose=0)
+    optimizer = BlockOptimizer(base, list(model.named_parameters()), **settings)
+
+    class Watch(BAdamCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            super().on_step_begin(args, state, control, **kwargs)
+            self.before = optimizer.global_step, weights(model), flat_state(optimizer.state_dict())
+
+        def on_step_end(self, args, state, control, **kwargs):
+            step, bits, held = self.before
+            if optimizer.global_step == step:
+                skipped.append(state.global_step)
+                assert_same_bits(weights(model), bits)
+                now = flat_state(optimizer.state_dict())
+                assert now | held == now, "no more than that a visit may have begun"
+
+    runner = trainer(tmp_path, model, optimizer, steps=steps, callbacks=[Watch()], clip=1.0, loss_scale=2.0**24)
+    if dtype is FP16:
+        runner.accelerator.clip_grad_norm_ = MethodType(clip_grad_norm_old_version, runner.accelerator)
+    runner.train()
+    blocks = [entry["block"] for entry in logged(runner)]
+    assert 2 <= len(skipped) <= 8 and optimizer.global_step == steps - len(skipped) == runner.lr_scheduler.last_epoch
+    trained = [block for step, block in enumerate(blocks, 1) if step not in skipped]
+    assert trained == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2][: len(trained)]
 
 
 def test_the_callback_logs_what_trained_and_what_is_held(tmp_path):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from accelerate.state import AcceleratorState
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 BATCH, LENGTH = 2, 8
@@ -66,8 +67,20 @@ class InOrder(Trainer):
 
 
 def trainer(
-    out, model, optimizer, *, steps, callbacks=(), accumulate=1, clip=0.0, checkpointing=None, evaluate=None, **settings
+    out,
+    model,
+    optimizer,
+    *,
+    steps,
+    callbacks=(),
+    accumulate=1,
+    clip=0.0,
+    checkpointing=None,
+    evaluate=None,
+    loss_scale=None,
+    **settings,
 ) -> Trainer:
+    """`loss_scale`: as with ``fp16=True`` on a GPU, and that is the first scale. accelerate refuses that on a CPU, torch does not."""
     arguments = TrainingArguments(
         output_dir=str(out),
         max_steps=steps,
@@ -86,10 +99,15 @@ def trainer(
         **{"save_strategy": "no"} | settings,
     )
     data = dict(train_dataset=Sequences(), eval_dataset=evaluate)
-    return InOrder(model, arguments, **data, optimizers=(optimizer, None), callbacks=list(callbacks))
+    runner = InOrder(model, arguments, **data, optimizers=(optimizer, None), callbacks=list(callbacks))
+    if loss_scale is not None:
+        AcceleratorState._shared_state["_mixed_precision"] = "fp16"
+        runner.accelerator.native_amp = True
+        runner.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
+    return runner
 
 
-def plain_loop(model, optimizer, *, steps, accumulate=1, clip=0.0, autocast=False) -> list[float]:
+def plain_loop(model, optimizer, *, steps, accumulate=1, clip=0.0, autocast=None) -> list[float]:
     """What the Trainer is compared with: the losses of the same data under the same schedule, as anyone would write it."""
     data = torch.utils.data.DataLoader(Sequences(), batch_size=BATCH)
     batches = iter(data)
@@ -100,7 +118,7 @@ def plain_loop(model, optimizer, *, steps, accumulate=1, clip=0.0, autocast=Fals
         total = 0.0
         for _ in range(accumulate):
             batch = next(batches)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
                 loss = model(**batch).loss
             loss = loss / accumulate
             loss.backward()
