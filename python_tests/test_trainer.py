@@ -105,8 +105,8 @@ def test_without_a_callback_every_block_trains_the_same(checkpointing, tmp_path)
 def test_fp16_overflows_change_nothing_and_do_not_advance_block_or_scheduler(dtype, tmp_path):
     """The first losses are scaled by too much. torch unscales no fp16 gradient, so there clipping is replaced, as for badam."""
     steps, model, skipped = 12, llama(dtype), []
-    base, settings = torch.optim.AdamW(model.parameters(), lr=1e-2), dict(switch_block_every=2, switch_mode="ascending", verbose=0)
-    optimizer = BlockOptimizer(base, list(model.named_parameters()), **settings)
+    settings = dict(switch_block_every=2, switch_mode="ascending", verbose=0)
+    optimizer = BlockOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), list(model.named_parameters()), **settings)
 
     class Watch(BAdamCallback):
         def on_step_begin(self, args, state, control, **kwargs):

@@ -80,7 +80,7 @@ def trainer(
     loss_scale=None,
     **settings,
 ) -> Trainer:
-    """`loss_scale`: as with ``fp16=True`` on a GPU, and that is the first scale. accelerate refuses that on a CPU, torch does not."""
+    """`loss_scale`: as with ``fp16=True`` on a GPU, from that scale on. accelerate refuses it on a CPU, torch does not."""
     arguments = TrainingArguments(
         output_dir=str(out),
         max_steps=steps,
