@@ -248,10 +248,10 @@ int main(int argc, char** argv) {
             Run(seed, standin.get(), context, mode).go();
         }
         if (!standin) continue;
-        long counts[7];
+        long counts[8];
         standin->counts(counts);
         if (counts[1] && mode != "unpinned") fail("pageable memory was given to the device");
-        for (int i = 2; i < 7; ++i)
+        for (int i = 2; i < 8; ++i)
             if (counts[i]) fail("the driver still has count " + std::to_string(i) + " = " + std::to_string(counts[i]));
     }
 }
