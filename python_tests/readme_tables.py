@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+import statistics
 from pathlib import Path
-
 
 from badam_kernels import formats
 
@@ -31,7 +31,27 @@ def measured(name: str) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
 
-TABLES = {"formats": formats_table, "cpu": lambda: measured("step_cpu"), "host": lambda: measured("host_cpu")}
+def measured_often() -> str:
+    """The median of each step's times in the files of several runs, the least and the most of them, and the like shares."""
+    steps: dict[str, list[dict]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("run_*/step_cpu.csv")):
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                steps.setdefault(row["step"], []).append(row)
+
+    def spread(rows: list[dict], column: str, digits: int) -> str:
+        values = [float(row[column]) for row in rows]
+        return " | ".join(f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+
+    columns = ["step", "bytes/param", "ns/param", "least", "most", "% of in-place", "least", "most"]
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for name, rows in steps.items():
+        numbers = spread(rows, "ns/param", 3), spread(rows, "% of in-place", 0)
+        lines.append(f"| {name} | {rows[0]['bytes/param']} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+TABLES = {"formats": formats_table, "cpu": measured_often, "host": lambda: measured("host_cpu")}
 
 
 def filled(text: str) -> str:
