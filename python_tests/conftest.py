@@ -1,5 +1,6 @@
 """What every test shares: where it runs, which backend, and memory that is poisoned before it is written."""
 
+import gc
 import importlib.util
 import warnings
 
@@ -56,3 +57,12 @@ def backend(request, device):
         # Triton's interpreter warns about its own use of NumPy, and where numbers become infinite, as some here must.
         warnings.filterwarnings("ignore", module=r"triton\.runtime\.interpreter")
         yield backend
+
+
+@pytest.fixture(scope="module")
+def little_garbage():
+    """For tests that run badam, which collects garbage at every switch: that takes long in a process this full."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -18,22 +18,16 @@ from badam_kernels.integrations.badam import BAdamCallback, BlockOptimizer, Bloc
 
 from models import assert_same_bits, loss_of, tiny, weights  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:BAdam expect model:UserWarning",
-    "ignore:the first visit has:UserWarning",
-    "ignore:weight decay is:UserWarning",
-    "ignore:Sparse invariant checks:UserWarning",
-)
+pytestmark = [
+    pytest.mark.usefixtures("little_garbage"),
+    pytest.mark.filterwarnings(
+        "ignore:BAdam expect model:UserWarning",
+        "ignore:the first visit has:UserWarning",
+        "ignore:weight decay is:UserWarning",
+        "ignore:Sparse invariant checks:UserWarning",
+    ),
+]
 BADAM, OURS = badam.BlockOptimizer, BlockOptimizer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage():
-    """badam collects garbage at every switch, which takes long in a process this full."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def groups_of(model, decay: float = 0.1) -> list[dict]:

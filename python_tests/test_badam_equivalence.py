@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
@@ -33,11 +32,14 @@ from models import loss_of, tiny
 
 badam = pytest.importorskip("badam", reason="compares with badam itself")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:BAdam expect model:UserWarning",
-    "ignore:the first visit has:UserWarning",
-    "ignore:Sparse invariant checks:UserWarning",
-)
+pytestmark = [
+    pytest.mark.usefixtures("little_garbage"),
+    pytest.mark.filterwarnings(
+        "ignore:BAdam expect model:UserWarning",
+        "ignore:the first visit has:UserWarning",
+        "ignore:Sparse invariant checks:UserWarning",
+    ),
+]
 EVERY, BLOCKS = 4, 3
 STEPS = 3 * EVERY * BLOCKS  # three sweeps
 SEEDS = range(7)
@@ -46,15 +48,6 @@ FP32_RTOL = 2**-20
 ARITHMETIC = {"fp32": (torch.float32, False), "bf16 in fp32": (torch.bfloat16, True), "bf16": (torch.bfloat16, False)}
 """dtype of the weights, and whether forward and backward are computed in fp32 all the same."""
 BF16 = pytest.mark.parametrize("arithmetic", ["bf16 in fp32", "bf16"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage():
-    """badam collects garbage at every switch, which takes long in a process this full."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def compute(model, upcast: bool) -> Callable:
